@@ -1,0 +1,1 @@
+"""Result tables, one definition of each metric, and the atomic Parquet store."""

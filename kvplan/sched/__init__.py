@@ -1,0 +1,1 @@
+"""The compiled scheduler and block pool: content keys, the core, contiguous reservations."""

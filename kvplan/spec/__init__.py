@@ -1,0 +1,1 @@
+"""What is served on what: model, GPU, engine flags, and the catalogues of the first two."""

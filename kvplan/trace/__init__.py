@@ -1,0 +1,1 @@
+"""Request traces: the columns, a reader for each public format, generators."""
