@@ -1,0 +1,1070 @@
+"""The scheduler, the block pool and the run loop: vLLM V1 step for step, compiled.
+
+Numbers in brackets, as in [3.1], are sections of the rules this file follows (see tests/sched). All compiled
+functions that call each other stay in this one module, since numba's disk cache watches only the caller's
+file. State is a handful of record arrays: a NamedTuple with many columns costs 8x (every array in it is
+copied at each call). Blocks are numbered 0..N-1; block 0 is the null block and never used [5.1]; row N of the
+block table is the sentinel of the free queue.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvplan.sched.jit import compiled
+
+BLOCK = np.dtype(
+    [
+        ("next", np.int32),  # in the free queue
+        ("prev", np.int32),
+        ("ref", np.int32),  # block tables that name it; 0 = in the free queue
+        ("key", np.int32),  # content of the full block, -1 = none
+        ("twin_next", np.int32),  # ring of blocks with the same content, oldest first
+        ("twin_prev", np.int32),
+    ],
+    align=True,
+)
+SLOT = np.dtype(
+    [
+        ("request", np.int32),  # -1 = spare
+        ("prompt", np.int32),
+        ("length", np.int32),  # prompt + outputs delivered so far
+        ("stop", np.int32),  # length at which the request ends
+        ("computed", np.int32),  # tokens whose KV is written or scheduled
+        ("held", np.int32),  # blocks in its table
+        ("cached", np.int32),  # leading blocks that carry a key
+        ("event", np.int32),  # computed length from which `grow` must run
+        ("tokens", np.int32),  # scheduled in this step
+        ("grown", np.int32),  # blocks added in this step
+        ("flight", np.int32),  # outputs sampled on the device, not yet delivered (async)
+        ("last_token_s", np.float64),
+    ],
+    align=True,
+)
+REQUEST = np.dtype(
+    [
+        ("arrival_s", np.float64),  # in the trace
+        ("arrived_s", np.float64),  # at the engine (later than arrival_s in a closed loop)
+        ("patience_s", np.float64),  # cancel or deadline after arrival; inf = never
+        ("first_scheduled_s", np.float64),
+        ("first_token_s", np.float64),
+        ("last_token_s", np.float64),
+        ("finish_s", np.float64),
+        ("key_offset", np.int64),
+        ("key_shared", np.int32),  # leading keys stored at key_offset ...
+        ("key_fresh", np.int32),  # ... then consecutive numbers from here: content of its own
+        ("prompt", np.int32),
+        ("stop", np.int32),
+        ("reserve", np.int32),  # tokens reserved at admission (contiguous baselines), 0 = paged
+        ("rank", np.int32),  # place in (priority, arrival, file order)
+        ("level", np.int32),  # the same without file order: equal for ties
+        ("outputs", np.int32),
+        ("preemptions", np.int32),
+        ("hit", np.int32),  # prefix tokens found at the first admission
+        ("lost", np.int32),  # computed tokens given up at the last preemption
+        ("flight", np.int32),
+        ("status", np.int32),
+        ("impatience", np.int32),  # the status when patience ends: CANCELLED or TIMED_OUT
+    ],
+    align=True,
+)
+_COUNTS = (
+    "free running head tail n_waiting spare next live done new resumed preempted finished first batch "
+    "skipped flights oldest cached_idle shared table_blocks live_tokens step stop_reason items rows "
+    "queries hits resumed_queries resumed_hits preemptions recomputed scheduled rejected expired "
+    "peak_running peak_used itl_count sampled t_query t_hit t_rquery t_rhit queue_at_last free_before "
+    "free_scheduled"
+)  # fmt: skip
+_SUMS = (
+    "now gpu_free end0 end1 next_expiry last_release last_delivery start time_total half_s "
+    "s_used s_shared s_cached s_live_tokens s_table_blocks s_running s_waiting s_queued_time "
+    "s_waiting_half itl_sum itl_sum2 last_step_s kv_decode kv_window pairs context prefill decode_rows"
+)  # fmt: skip
+COUNT = np.dtype([(n, np.int64) for n in _COUNTS.split()] + [(n, np.float64) for n in _SUMS.split()])
+
+# Request status.
+PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT = range(8)
+
+# Rows of `lists`. A batch in flight has four rows; two batches can be in flight.
+RUNNING, SPARE, NEW, RESUMED, PREEMPTED, FINISHED, FIRST, SKIPPED, BATCH = range(9)
+B_SLOT, B_REQUEST, B_TOKENS, B_SAMPLED = range(4)
+N_LISTS = BATCH + 8
+
+# Why `run` returned.
+STEPS_DONE, ALL_DONE, LOG_FULL = range(3)
+
+# Columns of a step row (int64); times are in `row_times`.
+STEP_COLUMNS = (
+    "step running waiting used_blocks cached_blocks shared_blocks table_blocks live_tokens scheduled_tokens "
+    "preempted finished"
+).split()  # fmt: skip
+# Columns of a decision row: scalars, then the ends of its lists in `items`.
+DECISION_SCALARS = (
+    "step n_waiting free_before free_after_schedule free_after_update used_after_schedule cache_query_tokens "
+    "cache_hit_tokens preempt_cache_query_tokens preempt_cache_hit_tokens"
+).split()  # fmt: skip
+DECISION_LISTS = (
+    "sched_req sched_tok new resumed preempted running waiting_head alloc_block_ids finished first_token free_head8"
+).split()  # fmt: skip
+
+N_SCALARS = len(DECISION_SCALARS)
+ITL_BUCKETS = 2560
+ITL_FLOOR_S = 1e-6
+ITL_RATIO = 1.01
+
+
+class Rules(NamedTuple):
+    """Engine settings as plain Python ints (one exact type each: numba compiles one signature)."""
+
+    num_blocks: int  # with the null block
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    chunked_prefill: bool
+    long_prefill_token_threshold: int
+    lone_request_exempt: bool  # 0.32: the threshold spares a request that is alone [2.3]
+    prefix_caching: bool
+    priority: bool
+    watermark_blocks: int
+    reserve_full_isl: bool
+    unhashed_to_front: bool  # from 0.26 [6.2]
+    shift_by_position: bool  # from 0.29 [4.3]
+    asynchronous: bool
+    max_concurrency: int  # closed loop; 0 = open
+    record: bool
+
+
+class Clock(NamedTuple):
+    """What a step costs, in seconds; tables are indexed by scheduled tokens and by sampling rows."""
+
+    linear_s: Any  # float64[tokens + 1]: GEMMs, MoE, communication, small kernels
+    head_s: Any  # float64[rows + 1]: logits and sampling
+    decode_fixed_s: float
+    decode_kv_s: float  # per cached token read by one-token rows
+    decode_window_s: float  # the same in windowed layers, contexts cut at `window`
+    window: int
+    prefill_fixed_s: float
+    prefill_pair_s: float  # per (new token, visible token) pair of a chunk
+    prefill_token_s: float
+    prefill_context_s: float  # per already computed token of a chunk
+    cpu_s: float  # schedule and prepare
+    cpu_per_request_s: float
+    update_s: float
+    update_per_request_s: float
+    launch_s: float
+    ttft_s: float  # tokenise and HTTP: added to what a client sees, never to a step
+    ttft_per_token_s: float
+    fixed_step_s: float  # > 0: every step lasts this long (`--clock steps`)
+
+
+class State(NamedTuple):
+    block: Any  # BLOCK[num_blocks + 1]
+    slot: Any  # SLOT[max_num_seqs]
+    request: Any  # REQUEST[n]
+    count: Any  # COUNT[1]
+    table: Any  # int32[max_num_seqs, blocks of the longest request]
+    lists: Any  # int32[N_LISTS, max_num_seqs + 1]; the last column of a batch holds its size
+    waiting: Any  # int32[n]: FCFS queue between head and tail, or a heap by rank
+    keys: Any  # int32: stored keys of all requests
+    first_block: Any  # int32[keys]: oldest block with that content, -1 = none
+    itl: Any  # int64[ITL_BUCKETS]
+    rows: Any  # int64[capacity, STEP_COLUMNS]
+    row_times: Any  # float64[capacity, 2]: start and end of the step
+    decisions: Any  # int64[capacity, scalars + lists]
+    items: Any  # int32: the lists of the decisions
+
+
+# ---------------------------------------------------------------------------------------------- block pool
+
+
+@compiled
+def unlink(S, b):
+    S.block[S.block[b].prev].next = S.block[b].next
+    S.block[S.block[b].next].prev = S.block[b].prev
+
+
+@compiled
+def link_after(S, at, b):
+    after = S.block[at].next
+    S.block[b].prev = at
+    S.block[b].next = after
+    S.block[after].prev = b
+    S.block[at].next = b
+
+
+@compiled
+def forget(S, b):
+    """Take the block's content out of the table; the next oldest twin answers for it from now on."""
+    key = S.block[b].key
+    twin = S.block[b].twin_next
+    if twin == b:
+        S.first_block[key] = -1
+    else:
+        S.block[S.block[b].twin_prev].twin_next = twin
+        S.block[twin].twin_prev = S.block[b].twin_prev
+        if S.first_block[key] == b:
+            S.first_block[key] = twin
+    S.block[b].key = -1
+
+
+@compiled
+def remember(S, b, key):
+    """Enter a full block's content; duplicates stand behind the older ones [5.5]."""
+    S.block[b].key = key
+    first = S.first_block[key]
+    if first < 0:
+        S.first_block[key] = b
+        S.block[b].twin_next = b
+        S.block[b].twin_prev = b
+    else:
+        last = S.block[first].twin_prev
+        S.block[last].twin_next = b
+        S.block[b].twin_prev = last
+        S.block[b].twin_next = first
+        S.block[first].twin_prev = b
+
+
+@compiled
+def take(S):
+    """Pop the head of the free queue; content it still holds is evicted at this moment [6.1]."""
+    c = S.count[0]
+    b = S.block[S.block.shape[0] - 1].next
+    unlink(S, b)
+    if S.block[b].key >= 0:
+        forget(S, b)
+        c.cached_idle -= 1
+    S.block[b].ref = 1
+    c.free -= 1
+    return b
+
+
+@compiled
+def touch(S, b):
+    """Share a hit block; an idle one leaves the free queue [5.7]."""
+    c = S.count[0]
+    if S.block[b].ref == 0:
+        unlink(S, b)
+        c.free -= 1
+        c.cached_idle -= 1
+    elif S.block[b].ref == 1:
+        c.shared += 1
+    S.block[b].ref += 1
+
+
+@compiled
+def release(S, R, s):
+    """Free a slot's blocks, tail first: unhashed ones to the front, hashed ones to the end [6.2]."""
+    c = S.count[0]
+    sentinel = S.block.shape[0] - 1
+    front = sentinel
+    held = S.slot[s].held
+    for k in range(held - 1, -1, -1):
+        b = S.table[s, k]
+        S.block[b].ref -= 1
+        if S.block[b].ref == 1:
+            c.shared -= 1
+        elif S.block[b].ref == 0:
+            c.free += 1
+            hashed = S.block[b].key >= 0
+            if hashed:
+                c.cached_idle += 1
+            if hashed or not R.unhashed_to_front:
+                link_after(S, S.block[sentinel].prev, b)
+            else:
+                link_after(S, front, b)
+                front = b
+    c.table_blocks -= held
+    c.live_tokens -= S.slot[s].computed
+    S.slot[s].held = 0
+
+
+@compiled
+def key_of(S, r, k):
+    """Content key of full block k of request r (prompt and answer)."""
+    shared = S.request[r].key_shared
+    if k < shared:
+        return S.keys[S.request[r].key_offset + k]
+    return S.request[r].key_fresh + k - shared
+
+
+@compiled
+def remember_full(S, R, s, full):
+    """Enter a slot's blocks up to `full` into the content table when scheduled, not when computed [5.4]."""
+    slot = S.slot[s]
+    for k in range(slot.cached, full):
+        remember(S, S.table[s, k], key_of(S, slot.request, k))
+    if full > slot.cached:
+        slot.cached = full
+    set_event(R, slot)
+
+
+@compiled
+def set_event(R, slot):
+    event = slot.held * R.block_size + 1
+    if R.prefix_caching:
+        event = min(event, (slot.cached + 1) * R.block_size)
+    slot.event = event
+
+
+@compiled
+def grow(S, R, s, n):
+    """Blocks for n more tokens of a slot; False when the pool has too few [4.1]."""
+    slot = S.slot[s]
+    total = slot.computed + n
+    need = (total + R.block_size - 1) // R.block_size - slot.held
+    if need > S.count[0].free:
+        return False
+    for _ in range(need):
+        S.table[s, slot.held] = take(S)
+        slot.held += 1
+        slot.grown += 1
+        S.count[0].table_blocks += 1
+    if R.prefix_caching:
+        remember_full(S, R, s, min(total, slot.length) // R.block_size)
+    else:
+        set_event(R, slot)
+    return True
+
+
+@compiled
+def lookup(S, R, r, num_tokens):
+    """Leading blocks of the request found in the table; one token is always computed anew [5.6]."""
+    if not R.prefix_caching:
+        return 0
+    hits = 0
+    for k in range((num_tokens - 1) // R.block_size):
+        if S.first_block[key_of(S, r, k)] < 0:
+            break
+        hits += 1
+    return hits
+
+
+# ------------------------------------------------------------------------------------------- waiting queue
+
+
+@compiled
+def heap_push(S, r):
+    c = S.count[0]
+    i = c.tail
+    c.tail += 1
+    while i > 0:
+        parent = (i - 1) // 2
+        if S.request[S.waiting[parent]].rank <= S.request[r].rank:
+            break
+        S.waiting[i] = S.waiting[parent]
+        i = parent
+    S.waiting[i] = r
+
+
+@compiled
+def heap_pop(S):
+    c = S.count[0]
+    c.tail -= 1
+    r = S.waiting[c.tail]
+    i = 0
+    while True:
+        child = 2 * i + 1
+        if child >= c.tail:
+            break
+        if (
+            child + 1 < c.tail
+            and S.request[S.waiting[child + 1]].rank < S.request[S.waiting[child]].rank
+        ):
+            child += 1
+        if S.request[r].rank <= S.request[S.waiting[child]].rank:
+            break
+        S.waiting[i] = S.waiting[child]
+        i = child
+    if c.tail > 0:
+        S.waiting[i] = r
+
+
+@compiled
+def enqueue(S, R, r, front):
+    """Append an arrival; a preempted request goes to the head (FCFS) or to its place (priority) [4.4]."""
+    c = S.count[0]
+    S.request[r].status = WAITING
+    c.n_waiting += 1
+    if R.priority:
+        heap_push(S, r)
+    elif front:
+        c.head -= 1  # always room: each running request was taken from the head
+        S.waiting[c.head] = r
+    else:
+        S.waiting[c.tail] = r
+        c.tail += 1
+
+
+@compiled
+def candidate(S, R, p):
+    """Position of the next request that may be admitted, from p on; -1 when there is none.
+
+    Passed over: requests that ended while waiting (dropped), and victims whose last output is still in
+    flight (kept, in order, at the head) [1.3].
+    """
+    c = S.count[0]
+    if R.priority:
+        while c.tail > 0:
+            r = S.waiting[0]
+            if S.request[r].status == WAITING and S.request[r].flight == 0:
+                return 0
+            heap_pop(S)
+            if S.request[r].status == WAITING:
+                S.lists[SKIPPED, c.skipped] = r
+                c.skipped += 1
+        return -1
+    while p < c.tail:
+        r = S.waiting[p]
+        if S.request[r].status == WAITING and S.request[r].flight == 0:
+            return p
+        if S.request[r].status != WAITING and p == c.head:
+            c.head += 1
+        p += 1
+    return -1
+
+
+@compiled
+def dequeue(S, R, p):
+    c = S.count[0]
+    c.n_waiting -= 1
+    if R.priority:
+        heap_pop(S)
+        return
+    for q in range(p, c.head, -1):
+        S.waiting[q] = S.waiting[q - 1]
+    c.head += 1
+
+
+# ----------------------------------------------------------------------------------------------- scheduler
+
+
+@compiled
+def victim_index(S, R):
+    """Latest admitted (FCFS); worst (priority, arrival), first in the list among equals [4.2]."""
+    c = S.count[0]
+    if not R.priority:
+        return c.running - 1
+    worst = 0
+    level = -1
+    for i in range(c.running):
+        lv = S.request[S.slot[S.lists[RUNNING, i]].request].level
+        if lv > level:
+            level = lv
+            worst = i
+    return worst
+
+
+@compiled
+def vacate(S, s):
+    c = S.count[0]
+    S.slot[s].request = -1
+    S.lists[SPARE, c.spare] = s
+    c.spare += 1
+
+
+@compiled
+def preempt(S, R, v):
+    """Take running[v] off its blocks and back to the waiting queue; outputs are kept [4.4]."""
+    c = S.count[0]
+    s = S.lists[RUNNING, v]
+    slot = S.slot[s]
+    r = slot.request
+    row = S.request[r]
+    for i in range(v, c.running - 1):
+        S.lists[RUNNING, i] = S.lists[RUNNING, i + 1]
+    c.running -= 1
+    release(S, R, s)
+    row.outputs = slot.length - slot.prompt
+    row.lost = slot.computed
+    row.flight = slot.flight
+    row.last_token_s = slot.last_token_s
+    row.preemptions += 1
+    c.preemptions += 1
+    S.lists[PREEMPTED, c.preempted] = r
+    c.preempted += 1
+    enqueue(S, R, r, True)
+    vacate(S, s)
+
+
+@compiled
+def admit(S, R, r, hits, blocks, n):
+    """Give a waiting request a slot, its hit blocks and new ones for its first n tokens."""
+    c = S.count[0]
+    row = S.request[r]
+    c.spare -= 1
+    s = S.lists[SPARE, c.spare]
+    slot = S.slot[s]
+    slot.request = r
+    slot.prompt = row.prompt
+    slot.length = row.prompt + row.outputs
+    slot.stop = row.stop
+    slot.computed = hits * R.block_size
+    slot.cached = hits
+    slot.flight = 0
+    slot.grown = 0
+    slot.last_token_s = row.last_token_s
+    for k in range(hits):
+        b = S.first_block[key_of(S, r, k)]
+        touch(S, b)
+        S.table[s, k] = b
+    for k in range(hits, blocks):
+        S.table[s, k] = take(S)
+    slot.held = blocks
+    c.table_blocks += blocks
+    c.live_tokens += slot.computed
+    if R.prefix_caching:
+        remember_full(S, R, s, min(slot.computed + n, slot.length) // R.block_size)
+    else:
+        set_event(R, slot)
+    S.lists[RUNNING, c.running] = s
+    c.running += 1
+    row.status = ACTIVE
+    if row.preemptions == 0:
+        row.hit = slot.computed
+        row.first_scheduled_s = c.now
+        c.t_query += slot.length
+        c.t_hit += slot.computed
+        S.lists[NEW, c.new] = r
+        c.new += 1
+    else:
+        c.recomputed += max(0, row.lost - slot.computed)
+        c.t_rquery += slot.length
+        c.t_rhit += slot.computed
+        S.lists[RESUMED, c.resumed] = r
+        c.resumed += 1
+    return s
+
+
+@compiled
+def schedule(S, R, batch):
+    """One call of the scheduler; fills the batch's rows and the work sums of the step. Returns its tokens."""
+    c = S.count[0]
+    c.new = c.resumed = c.preempted = c.finished = c.first = 0
+    c.t_query = c.t_hit = c.t_rquery = c.t_rhit = 0
+    c.free_before = c.free
+    budget = R.max_num_batched_tokens
+    cap = R.long_prefill_token_threshold
+    if R.lone_request_exempt and c.running + c.n_waiting <= 1:
+        cap = 0
+    members = S.lists[BATCH + 4 * batch + B_SLOT]
+    size = 0
+
+    # Running requests first, in the order of their admission [2.2].
+    i = 0
+    while i < c.running and budget > 0:
+        s = S.lists[RUNNING, i]
+        slot = S.slot[s]
+        i += 1
+        if slot.flight > 0 and slot.computed + 2 - slot.flight >= slot.stop:
+            continue  # certain to end with the output in flight [1.3]
+        n = slot.length + slot.flight - slot.computed
+        if cap > 0:
+            n = min(n, cap)
+        n = min(n, budget, R.max_model_len - slot.computed - 1)
+        if n <= 0:
+            continue
+        fits = slot.computed + n < slot.event or grow(S, R, s, n)
+        while not fits:
+            v = victim_index(S, R)
+            w = S.lists[RUNNING, v]
+            was_scheduled = S.slot[w].tokens > 0
+            if was_scheduled:  # its tokens go back to the budget [4.3]
+                budget += S.slot[w].tokens
+                S.slot[w].tokens = 0
+                at = 0
+                while members[at] != w:
+                    at += 1
+                for j in range(at, size - 1):
+                    members[j] = members[j + 1]
+                size -= 1
+            if was_scheduled or (R.shift_by_position and v < i - 1):
+                i -= 1
+            preempt(S, R, v)
+            if w == s:
+                break
+            fits = grow(S, R, s, n)
+        if not fits:
+            break
+        slot.tokens = n
+        budget -= n
+        members[size] = s
+        size += 1
+
+    # Then the waiting ones, unless somebody was preempted in this step [2.4].
+    if c.preempted == 0:
+        c.skipped = 0
+        p = c.head
+        while budget > 0 and c.running < R.max_num_seqs:
+            p = candidate(S, R, p)
+            if p < 0:
+                break
+            r = S.waiting[p]
+            row = S.request[r]
+            num_tokens = row.prompt + row.outputs
+            hits = lookup(S, R, r, num_tokens)
+            n = num_tokens - hits * R.block_size
+            if cap > 0:
+                n = min(n, cap)
+            if n > budget and not R.chunked_prefill:
+                break
+            n = min(n, budget)
+            idle = 0
+            for k in range(hits):
+                if S.block[S.first_block[key_of(S, r, k)]].ref == 0:
+                    idle += 1
+            spare = c.free - idle
+            if c.running > 0:
+                spare -= R.watermark_blocks
+            if R.reserve_full_isl:  # the whole sequence must fit now, though it is not all allocated [3.1]
+                whole = (min(num_tokens, R.max_model_len) + R.block_size - 1) // R.block_size
+                if whole - hits > spare:
+                    break
+            ask = max(min(hits * R.block_size + n, R.max_model_len), row.reserve)
+            blocks = (ask + R.block_size - 1) // R.block_size
+            if blocks - hits > spare:
+                break
+            dequeue(S, R, p)
+            p += 1
+            s = admit(S, R, r, hits, blocks, n)
+            S.slot[s].tokens = n
+            budget -= n
+            members[size] = s
+            size += 1
+        for j in range(c.skipped):
+            heap_push(S, S.lists[SKIPPED, j])
+
+    close_batch(S, R, batch, size)
+    return R.max_num_batched_tokens - budget
+
+
+@compiled
+def close_batch(S, R, batch, size):
+    """Advance the members; note who samples a token, and the work that the clock will price."""
+    c = S.count[0]
+    at = BATCH + 4 * batch
+    c.batch = size
+    c.sampled = 0
+    c.kv_decode = c.pairs = c.context = c.prefill = c.decode_rows = 0.0
+    S.lists[at + B_SLOT, R.max_num_seqs] = size
+    for j in range(size):
+        s = S.lists[at + B_SLOT, j]
+        slot = S.slot[s]
+        n = slot.tokens
+        if n == 1:
+            c.kv_decode += slot.computed + 1
+            c.decode_rows += 1
+        else:
+            c.pairs += float(n) * slot.computed + 0.5 * n * (n + 1.0)
+            c.context += slot.computed
+            c.prefill += n
+        slot.computed += n
+        slot.tokens = 0
+        c.live_tokens += n
+        c.scheduled += n
+        sampled = slot.computed == slot.length + slot.flight
+        if sampled:
+            c.sampled += 1
+            slot.flight += 1
+        S.lists[at + B_REQUEST, j] = slot.request
+        S.lists[at + B_TOKENS, j] = n
+        S.lists[at + B_SAMPLED, j] = sampled
+
+
+@compiled
+def finish(S, r, status):
+    c = S.count[0]
+    row = S.request[r]
+    row.status = status
+    row.finish_s = c.now
+    c.live -= 1
+    c.done += 1
+    c.last_release = c.now
+
+
+@compiled
+def note_itl(S, gap_s, times):
+    c = S.count[0]
+    c.itl_count += times
+    c.itl_sum += gap_s * times
+    c.itl_sum2 += gap_s * gap_s * times
+    bucket = 0
+    if gap_s > ITL_FLOOR_S:
+        bucket = min(int(np.log(gap_s / ITL_FLOOR_S) / np.log(ITL_RATIO)), ITL_BUCKETS - 1)
+    S.itl[bucket] += times
+
+
+@compiled
+def deliver(S, R, batch):
+    """Append the batch's sampled tokens at time `now`; requests that are complete leave [7.1]."""
+    c = S.count[0]
+    at = BATCH + 4 * batch
+    size = S.lists[at + B_SLOT, R.max_num_seqs]
+    steady = 0  # rows whose last token came with the last delivery share one gap
+    for j in range(size):
+        if not S.lists[at + B_SAMPLED, j]:
+            continue
+        s = S.lists[at + B_SLOT, j]
+        r = S.lists[at + B_REQUEST, j]
+        slot = S.slot[s]
+        if slot.request != r:  # preempted, cancelled or timed out while its output was in flight [1.3]
+            row = S.request[r]
+            if row.status == WAITING and row.flight > 0:
+                row.flight -= 1
+                row.outputs += 1
+                if row.outputs == 1:
+                    row.first_token_s = c.now
+                    S.lists[FIRST, c.first] = r
+                    c.first += 1
+                else:
+                    note_itl(S, c.now - row.last_token_s, 1)
+                row.last_token_s = c.now
+                if row.prompt + row.outputs >= row.stop:
+                    c.n_waiting -= 1
+                    S.lists[FINISHED, c.finished] = r
+                    c.finished += 1
+                    finish(S, r, DONE)
+            continue
+        if slot.length == slot.prompt:
+            S.request[r].first_token_s = c.now
+            S.lists[FIRST, c.first] = r
+            c.first += 1
+        elif slot.last_token_s == c.last_delivery:
+            steady += 1
+        else:
+            note_itl(S, c.now - slot.last_token_s, 1)
+        slot.length += 1
+        slot.flight -= 1
+        slot.last_token_s = c.now
+        if slot.length >= slot.stop:
+            S.request[r].outputs = slot.length - slot.prompt
+            release(S, R, s)
+            vacate(S, s)
+            S.lists[FINISHED, c.finished] = r
+            c.finished += 1
+            finish(S, r, DONE)
+        elif R.asynchronous and R.prefix_caching and slot.computed - slot.flight >= (slot.cached + 1) * R.block_size:
+            remember_full(S, R, s, (slot.computed - slot.flight) // R.block_size)
+    if steady > 0:
+        note_itl(S, c.now - c.last_delivery, steady)
+    c.last_delivery = c.now
+    if c.finished > 0:
+        compact_running(S)
+
+
+@compiled
+def compact_running(S):
+    c = S.count[0]
+    kept = 0
+    for i in range(c.running):
+        s = S.lists[RUNNING, i]
+        if S.slot[s].request >= 0:
+            S.lists[RUNNING, kept] = s
+            kept += 1
+    c.running = kept
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+@compiled
+def arrive(S, R):
+    """Let requests in whose time has come (and, in a closed loop, for whom a place is free)."""
+    c = S.count[0]
+    n = S.request.shape[0]
+    while c.next < n and S.request[c.next].arrival_s <= c.now:
+        if R.max_concurrency > 0 and c.live >= R.max_concurrency:
+            break
+        r = c.next
+        c.next += 1
+        row = S.request[r]
+        row.arrived_s = row.arrival_s
+        if R.max_concurrency > 0:
+            row.arrived_s = max(row.arrival_s, c.last_release)
+        c.live += 1
+        if row.prompt >= R.max_model_len:  # [3.5]
+            finish(S, r, TOO_LONG)
+            c.rejected += 1
+        elif (max(row.stop - 1, row.reserve) + R.block_size - 1) // R.block_size > R.num_blocks - 1:
+            finish(S, r, NO_ROOM)
+            c.rejected += 1
+        else:
+            enqueue(S, R, r, False)
+            c.next_expiry = min(c.next_expiry, row.arrived_s + row.patience_s)
+        if c.next == n:
+            c.queue_at_last = c.n_waiting
+
+
+@compiled
+def expire(S, R):
+    """End every live request whose cancel or deadline has passed; find the next such moment."""
+    c = S.count[0]
+    c.next_expiry = np.inf
+    ended = False
+    for i in range(c.running):
+        s = S.lists[RUNNING, i]
+        r = S.slot[s].request
+        row = S.request[r]
+        if row.arrived_s + row.patience_s <= c.now:
+            row.outputs = S.slot[s].length - row.prompt
+            release(S, R, s)
+            vacate(S, s)
+            finish(S, r, row.impatience)
+            c.expired += 1
+            ended = True
+        else:
+            c.next_expiry = min(c.next_expiry, row.arrived_s + row.patience_s)
+    if ended:
+        compact_running(S)
+    start = 0 if R.priority else c.head
+    for p in range(start, c.tail):
+        r = S.waiting[p]
+        row = S.request[r]
+        if row.status != WAITING:
+            continue
+        if row.arrived_s + row.patience_s <= c.now:
+            c.n_waiting -= 1
+            finish(S, r, row.impatience)
+            c.expired += 1
+        else:
+            c.next_expiry = min(c.next_expiry, row.arrived_s + row.patience_s)
+
+
+@compiled
+def advance(S, R, t):
+    """Move the time on; every time-weighted mean of the run comes from here."""
+    c = S.count[0]
+    dt = t - c.now
+    if dt <= 0.0:
+        return
+    if c.now < c.half_s:
+        c.s_waiting_half += c.n_waiting * (min(t, c.half_s) - c.now)
+    c.s_used += (R.num_blocks - 1 - c.free) * dt
+    c.s_shared += c.shared * dt
+    c.s_cached += c.cached_idle * dt
+    c.s_live_tokens += c.live_tokens * dt
+    c.s_table_blocks += c.table_blocks * dt
+    c.s_running += c.running * dt
+    c.s_waiting += c.n_waiting * dt
+    if c.n_waiting > 0:
+        c.s_queued_time += dt
+    c.time_total += dt
+    c.now = t
+
+
+@compiled
+def step_seconds(S, K, tokens):
+    """Device time of the batch just closed: table by tokens, table by rows, attention terms."""
+    c = S.count[0]
+    if tokens == 0:
+        return 0.0
+    t = K.linear_s[min(tokens, K.linear_s.shape[0] - 1)] + K.head_s[min(c.sampled, K.head_s.shape[0] - 1)]
+    if c.decode_rows > 0:
+        t += K.decode_fixed_s + K.decode_kv_s * c.kv_decode + K.decode_window_s * c.kv_window
+    if c.prefill > 0:
+        t += K.prefill_fixed_s + K.prefill_pair_s * c.pairs + K.prefill_token_s * c.prefill
+        t += K.prefill_context_s * c.context
+    return t
+
+
+@compiled
+def window_tokens(S, batch, window):
+    """Sum over one-token rows of their contexts cut at the window (after the step was closed)."""
+    c = S.count[0]
+    at = BATCH + 4 * batch
+    total = 0.0
+    for j in range(c.batch):
+        if S.lists[at + B_TOKENS, j] == 1:
+            total += min(S.slot[S.lists[at + B_SLOT, j]].computed, window)
+    return total
+
+
+@compiled
+def put(S, value):
+    c = S.count[0]
+    S.items[c.items] = value
+    c.items += 1
+
+
+@compiled
+def put_list(S, column, row, size):
+    c = S.count[0]
+    for j in range(size):
+        put(S, S.lists[row, j])
+    S.decisions[c.rows, column] = c.items
+
+
+@compiled
+def put_table(S, request, whole):
+    """Block ids of a batch member: its whole table, or those it got in this step."""
+    c = S.count[0]
+    for i in range(c.running):
+        s = S.lists[RUNNING, i]
+        if S.slot[s].request == request:
+            held = S.slot[s].held
+            for k in range(0 if whole else held - S.slot[s].grown, held):
+                put(S, S.table[s, k])
+            S.slot[s].grown = 0
+
+
+@compiled
+def record_schedule(S, R, batch):
+    """First half of a decision row: what `schedule` decided and the blocks it handed out."""
+    c = S.count[0]
+    row = S.decisions[c.rows]
+    row[0] = c.step
+    row[1] = c.n_waiting
+    row[2] = c.free_before
+    row[3] = c.free
+    row[5] = R.num_blocks - 1 - c.free
+    row[6] = c.t_query
+    row[7] = c.t_hit
+    row[8] = c.t_rquery
+    row[9] = c.t_rhit
+    at = BATCH + 4 * batch
+    first = N_SCALARS
+    put_list(S, first, at + B_REQUEST, c.batch)
+    put_list(S, first + 1, at + B_TOKENS, c.batch)
+    put_list(S, first + 2, NEW, c.new)
+    put_list(S, first + 3, RESUMED, c.resumed)
+    put_list(S, first + 4, PREEMPTED, c.preempted)
+    for i in range(c.running):
+        put(S, S.slot[S.lists[RUNNING, i]].request)
+    row[first + 5] = c.items
+    shown = 0
+    for p in range(0 if R.priority else c.head, c.tail):
+        if shown < 4 and S.request[S.waiting[p]].status == WAITING:
+            put(S, S.waiting[p])
+            shown += 1
+    row[first + 6] = c.items
+    for j in range(c.new):
+        put_table(S, S.lists[NEW, j], True)
+    for j in range(c.batch - c.new - c.resumed):  # the running ones stand before those admitted
+        put_table(S, S.lists[at + B_REQUEST, j], False)
+    for j in range(c.resumed):
+        put_table(S, S.lists[RESUMED, j], True)
+    row[first + 7] = c.items
+
+
+@compiled
+def record_delivery(S):
+    """Second half of a decision row, after the outputs of the call were processed."""
+    c = S.count[0]
+    row = S.decisions[c.rows]
+    row[4] = c.free
+    put_list(S, N_SCALARS + 8, FINISHED, c.finished)
+    put_list(S, N_SCALARS + 9, FIRST, c.first)
+    b = S.block.shape[0] - 1
+    for _ in range(min(8, c.free)):
+        b = S.block[b].next
+        put(S, b)
+    row[N_SCALARS + 10] = c.items
+
+
+@compiled
+def log_step(S, R, start_s, tokens):
+    """A row a step for the timeline: the pool and the queue as they stood while the step ran."""
+    c = S.count[0]
+    row = S.rows[c.rows]
+    row[0] = c.step
+    row[1] = c.running
+    row[2] = c.n_waiting
+    row[3] = R.num_blocks - 1 - c.free
+    row[4] = c.cached_idle
+    row[5] = c.shared
+    row[6] = c.table_blocks
+    row[7] = c.live_tokens
+    row[8] = tokens
+    row[9] = c.preempted
+    S.row_times[c.rows, 0] = start_s
+    c.peak_running = max(c.peak_running, c.running)
+    c.peak_used = max(c.peak_used, R.num_blocks - 1 - c.free)
+
+
+@compiled
+def log_is_full(S, R):
+    """Whether the next step's worst case no longer fits: `run` then returns, so that no log overflows."""
+    c = S.count[0]
+    if c.rows >= S.rows.shape[0]:
+        return True
+    worst = 8 * R.max_num_seqs + 32 + R.max_num_seqs * S.table.shape[1]
+    return R.record and c.items + worst > S.items.shape[0]
+
+
+@compiled
+def drop_head(S, R):
+    """Nothing runs and the head still cannot be admitted: it never will be. Reject it, do not hang."""
+    p = candidate(S, R, S.count[0].head)
+    r = S.waiting[p]
+    dequeue(S, R, p)
+    finish(S, r, NO_ROOM)
+    S.count[0].rejected += 1
+
+
+@compiled
+def run(S, R, K, max_steps):
+    """Run up to max_steps steps; resumable, all state is in the arrays. Returns why it stopped.
+
+    Synchronous: schedule, run, deliver. Asynchronous: the next batch is scheduled before the output of the
+    one on the device is processed, two in flight [1.3]; host time then hides behind device time.
+    """
+    c = S.count[0]
+    n = S.request.shape[0]
+    for _ in range(max_steps):
+        if log_is_full(S, R):
+            return LOG_FULL
+        if c.now >= c.next_expiry:
+            expire(S, R)
+        arrive(S, R)
+        if c.running + c.n_waiting + c.flights == 0:
+            if c.next >= n:
+                return ALL_DONE
+            t = S.request[c.next].arrival_s
+            if K.fixed_step_s > 0:
+                t = np.ceil(t / K.fixed_step_s) * K.fixed_step_s
+            advance(S, R, max(t, c.now))
+            continue
+        start_s = c.now
+        batch = (c.oldest + c.flights) % 2
+        tokens = schedule(S, R, batch)
+        if tokens == 0 and c.running + c.preempted + c.flights == 0:
+            if c.n_waiting > 0:
+                drop_head(S, R)
+            continue
+        c.step = np.int64(start_s / K.fixed_step_s + 0.5) if K.fixed_step_s > 0 else c.step + 1
+        log_step(S, R, start_s, tokens)
+        if R.record:
+            record_schedule(S, R, batch)
+        c.kv_window = window_tokens(S, batch, K.window) if K.window > 0 else 0.0
+        device_s = step_seconds(S, K, tokens)
+        host_s = K.cpu_s + K.cpu_per_request_s * c.batch
+        update_s = K.update_s + K.update_per_request_s * c.batch
+        if tokens > 0:
+            end = max(max(c.now + host_s, c.gpu_free) + device_s, c.now + host_s + K.launch_s)
+            if not R.asynchronous:
+                end = c.now + host_s + K.launch_s + device_s
+            c.gpu_free = end
+            if batch == 0:
+                c.end0 = end
+            else:
+                c.end1 = end
+            c.flights += 1
+        if R.asynchronous and tokens > 0 and c.flights < 2:
+            advance(S, R, c.now + (K.fixed_step_s if K.fixed_step_s > 0 else host_s))
+        else:
+            end = c.now + host_s
+            if c.flights > 0:
+                end = max(end, c.end0 if c.oldest == 0 else c.end1) + update_s
+            advance(S, R, c.now + K.fixed_step_s if K.fixed_step_s > 0 else end)
+            if c.flights > 0:
+                deliver(S, R, c.oldest)
+                c.oldest = (c.oldest + 1) % 2
+                c.flights -= 1
+        S.rows[c.rows, 10] = c.finished
+        S.row_times[c.rows, 1] = c.now
+        if R.record:
+            record_delivery(S)
+        c.rows += 1
+    return STEPS_DONE

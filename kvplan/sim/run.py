@@ -1,0 +1,227 @@
+"""The run loop around the compiled core: build the state, run it in chunks, hand back arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvplan.errors import InputError
+from kvplan.sched import core
+from kvplan.sched.core import Clock, Rules, State
+from kvplan.sched.keys import Keys, make_keys
+from kvplan.trace.schema import Trace
+
+STEPS_PER_CALL = 4096
+MAX_TIMELINE_ROWS = 200_000
+"""A longer run keeps every 2nd, 4th, ... step row; means and peaks are exact all the same."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind. ``requests`` is a REQUEST record array, a row a request of the trace."""
+
+    rules: Rules
+    clock: Clock
+    requests: Any
+    count: dict[str, float]  # the core's counters at the end
+    rows: Any  # int64[steps, STEP_COLUMNS]
+    row_times: Any  # float64[steps, 2]: start and end in seconds
+    row_stride: int  # 1 = every step is in `rows`
+    itl: Any  # int64[ITL_BUCKETS]: gaps between tokens, bucket k holds [1e-6 * 1.01^k, 1e-6 * 1.01^(k+1))
+    decisions: Any  # int64[steps, ...] when recorded, else no rows
+    items: Any  # int32: the lists of `decisions`
+    wall_s: float
+    interrupted: bool = False
+
+
+def steps_clock() -> Clock:
+    """Every step lasts one second: nothing depends on a cost model."""
+    zero = np.zeros(1)
+    return Clock(zero, zero, *([0.0] * 3), 0, *([0.0] * 11), 1.0)
+
+
+def reserved_tokens(trace: Trace, stop: Any, allocation: str, max_model_len: int) -> Any:
+    """Positions set aside at admission by the contiguous baselines; 0 for paged allocation.
+
+    ``reserve-max[:LEN|longest]`` LEN, max_model_len or the trace's longest; ``reserve-pow2`` the next power of
+    two of the request's own length; ``reserve-oracle`` its own length (PagedAttention paper, section 6.1).
+    """
+    kind, _, argument = allocation.partition(":")
+    if kind == "paged" and not argument:
+        return np.zeros(len(trace), np.int64)
+    if kind == "reserve-max":
+        if argument == "longest":
+            length = int(stop.max()) if len(stop) else 0
+        elif argument:
+            if not argument.isdigit() or int(argument) < 1:
+                raise InputError(f"--allocation {allocation}: '{argument}' must be a whole number >= 1 or 'longest'.")
+            length = int(argument)
+        else:
+            length = max_model_len
+        return np.full(len(trace), length, np.int64)
+    if kind == "reserve-pow2" and not argument:
+        return 1 << np.ceil(np.log2(np.maximum(stop, 1))).astype(np.int64)
+    if kind == "reserve-oracle" and not argument:
+        return np.asarray(stop, np.int64)
+    raise InputError(
+        f"--allocation {allocation} is unknown.\n  Use paged, reserve-max[:LEN|longest], reserve-pow2 or reserve-oracle."
+    )
+
+
+def stop_lengths(trace: Trace, max_model_len: int) -> Any:
+    """Length at which each request ends: prompt + answer, at most max_model_len.
+
+    An answer of 0 tokens is run as 1: an engine always samples one.
+    """
+    return np.minimum(trace.input_tokens + np.maximum(trace.output_tokens, 1), max_model_len)
+
+
+def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
+    """Fresh arrays for one run (the keys are shared)."""
+    n = len(trace)
+    stop = stop_lengths(trace, rules.max_model_len)
+    requests = np.zeros(n, core.REQUEST).view(np.recarray)
+    requests.arrival_s = trace.arrival_s
+    requests.arrived_s = trace.arrival_s
+    cancel = np.where(np.isnan(trace.cancel_after_s), np.inf, trace.cancel_after_s)
+    deadline = np.where(np.isnan(trace.deadline_s), np.inf, trace.deadline_s)
+    requests.patience_s = np.minimum(cancel, deadline)
+    requests.impatience = np.where(cancel <= deadline, core.CANCELLED, core.TIMED_OUT)
+    for name in ("first_scheduled_s", "first_token_s", "last_token_s", "finish_s"):
+        requests[name] = np.nan
+    requests.key_offset = keys.offset
+    requests.key_shared = keys.shared
+    requests.key_fresh = keys.fresh
+    requests.prompt = trace.input_tokens
+    requests.stop = stop
+    requests.reserve = reserve
+    if rules.priority:
+        order = np.lexsort((np.arange(n), trace.arrival_s, trace.priority))
+        requests.rank[order] = np.arange(n)
+        step = (np.diff(trace.priority[order]) != 0) | (np.diff(trace.arrival_s[order]) != 0)
+        requests.level[order] = np.concatenate([[0], np.cumsum(step)]) if n else 0
+
+    block = np.zeros(rules.num_blocks + 1, core.BLOCK).view(np.recarray)
+    ids = np.arange(1, rules.num_blocks, dtype=np.int32)  # block 0 is the null block
+    ring = np.concatenate([[rules.num_blocks], ids, [rules.num_blocks]])
+    block.next[ring[:-1]] = ring[1:]
+    block.prev[ring[1:]] = ring[:-1]
+    block.key = -1
+
+    slots = np.zeros(rules.max_num_seqs, core.SLOT).view(np.recarray)
+    slots.request = -1
+    lists = np.zeros((core.N_LISTS, rules.max_num_seqs + 1), np.int32)
+    lists[core.SPARE, : rules.max_num_seqs] = np.arange(rules.max_num_seqs)[::-1]
+    count = np.zeros(1, core.COUNT).view(np.recarray)
+    c = count[0]
+    c.free = rules.num_blocks - 1
+    c.spare = rules.max_num_seqs
+    c.next_expiry = np.inf
+    c.last_delivery = -1.0
+    if n:
+        c.half_s = trace.arrival_s[0] + (trace.arrival_s[-1] - trace.arrival_s[0]) / 2
+    longest = int(max(stop.max() if n else 1, reserve.max() if n else 1))
+    width = min(-(-longest // rules.block_size) + 1, rules.num_blocks)
+    capacity = STEPS_PER_CALL
+    worst = 8 * rules.max_num_seqs + 32 + rules.max_num_seqs * width
+    return State(
+        block=block,
+        slot=slots,
+        request=requests,
+        count=count,
+        table=np.zeros((rules.max_num_seqs, width), np.int32),
+        lists=lists,
+        waiting=np.zeros(n + 1, np.int32),
+        keys=keys.stored,
+        first_block=np.full(max(keys.count, 1), -1, np.int32),
+        itl=np.zeros(core.ITL_BUCKETS, np.int64),
+        rows=np.zeros((capacity, len(core.STEP_COLUMNS)), np.int64),
+        row_times=np.zeros((capacity, 2)),
+        decisions=np.zeros(
+            (capacity if rules.record else 1, core.N_SCALARS + len(core.DECISION_LISTS)), np.int64
+        ),
+        items=np.zeros(2 * worst + 65536 if rules.record else 1, np.int32),
+    )
+
+
+def simulate(
+    trace: Trace,
+    rules: Rules,
+    clock: Clock,
+    *,
+    keys: Keys | None = None,
+    reserve: Any = None,
+    progress: Callable[[Any], None] | None = None,
+) -> Run:
+    """Replay a trace. ``progress`` is called with the counters about every 4,096 steps.
+
+    Ctrl-C between two calls of the core ends the run with what there is (``interrupted``).
+    """
+    from time import perf_counter
+
+    began = perf_counter()
+    if not trace.has_times:
+        raise InputError(f"{trace.provenance.source} has no arrival times.\n  Give --request-rate or --max-concurrency.")
+    if keys is None:
+        keys = keys_for(trace, rules)
+    if reserve is None:
+        reserve = np.zeros(len(trace), np.int64)
+    state = build_state(trace, rules, keys, reserve)
+    rows: list[Any] = []
+    times: list[Any] = []
+    decisions: list[Any] = []
+    items: list[Any] = []
+    kept, stride, n_items = 0, 1, 0
+    interrupted = False
+    while True:
+        try:
+            why = core.run(state, rules, clock, STEPS_PER_CALL)
+        except KeyboardInterrupt:
+            why, interrupted = core.ALL_DONE, True
+        c = state.count[0]
+        used = int(c.rows)
+        first = (-int(c.step) + used - 1) % stride if stride > 1 else 0
+        rows.append(state.rows[first:used:stride].copy())
+        times.append(state.row_times[first:used:stride].copy())
+        kept += len(rows[-1])
+        if kept > MAX_TIMELINE_ROWS and not rules.record:
+            rows, times = [np.concatenate(rows)[::2]], [np.concatenate(times)[::2]]
+            kept, stride = len(rows[0]), stride * 2
+        if rules.record:
+            chunk = state.decisions[:used].copy()
+            chunk[:, core.N_SCALARS :] += n_items
+            decisions.append(chunk)
+            items.append(state.items[: int(c["items"])].copy())
+            n_items += int(c["items"])
+            c["items"] = 0
+        c.rows = 0
+        if progress is not None:
+            progress(c)
+        if why == core.ALL_DONE:
+            break
+    final = state.count[0]
+    return Run(
+        rules=rules,
+        clock=clock,
+        requests=state.request,
+        count={name: final[name].item() for name in core.COUNT.names or ()},
+        rows=np.concatenate(rows),
+        row_times=np.concatenate(times),
+        row_stride=stride,
+        itl=state.itl,
+        decisions=np.concatenate(decisions) if decisions else state.decisions[:0],
+        items=np.concatenate(items) if items else state.items[:0],
+        wall_s=perf_counter() - began,
+        interrupted=interrupted,
+    )
+
+
+def keys_for(trace: Trace, rules: Rules) -> Keys:
+    """Content keys at the rules' block size; none are made with prefix caching off."""
+    if rules.prefix_caching:
+        return make_keys(trace, stop_lengths(trace, rules.max_model_len), rules.block_size)
+    n = len(trace)
+    return Keys(np.zeros(0, np.int32), np.zeros(n, np.int64), np.zeros(n, np.int32), np.zeros(n, np.int32), 0)
