@@ -1,0 +1,214 @@
+"""Kernel constants by GPU: how near each kernel comes to the GPU's peak, and what it costs to start one.
+
+The figures live in ``data/kernel_constants.json``, made by ``fit_kernels.py`` from measured kernel tables.
+An efficiency is a share of the peak stored beside it: the two are a pair and must not be mixed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from statistics import median
+from typing import Any
+
+from kvplan.spec.gpu import GPU
+
+# GPUs whose kernels were measured: the catalogue's name and the name in the table.
+MEASURED = {
+    "A100-SXM4-80GB": "a100_sxm",
+    "H100 SXM": "h100_sxm",
+    "H200 SXM": "h200_sxm",
+    "B200": "b200_sxm",
+    "L40S": "l40s",
+    "RTX PRO 6000 Blackwell Server": "rtx_pro_6000",
+}
+
+
+@dataclass(frozen=True)
+class GemmFit:
+    """``t = fixed + ((bytes/(e_w·BW))^p + (flops/(e_f·peak))^p)^(1/p) + 3·m·k/(e_q·BW)``."""
+
+    weight_efficiency: float
+    flop_efficiency: float
+    fixed_s: float
+    p: float
+    quantize_efficiency: float  # 0: no separate kernel quantises the activations
+    error: float  # mean absolute relative error on shapes the fit has not seen
+
+
+@dataclass(frozen=True)
+class MoeFit:
+    """The same shape for grouped expert GEMMs, with the traffic of permuted activations added."""
+
+    weight_efficiency: float
+    flop_efficiency: float
+    fixed_s: float
+    p: float
+    activation_efficiency: float
+    error: float
+
+
+@dataclass(frozen=True)
+class AttentionFit:
+    """Decode is ``fixed + bytes/(e·BW)``; prefill ``fixed + flops·(1 + I0/n)/(e·peak)``."""
+
+    decode_fixed_s: float
+    kv_efficiency: float
+    prefill_fixed_s: float
+    prefill_efficiency: float
+    ramp_tokens: float  # I0
+    error: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """One all-reduce over t GPUs is ``a + 2(t-1)/t · bytes/bus``."""
+
+    graph_s: float
+    eager_s: float
+    bus_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """All constants for one GPU, with the peaks they refer to.
+
+    ``evidence``: ``measured`` (this GPU has kernel tables), ``class`` (constants of a sibling) or ``sheet``
+    (median of all measured GPUs).
+    """
+
+    key: str
+    evidence: str
+    bandwidth: float
+    peaks: dict[str, float]
+    small_kernel_s: float  # shortest kernel seen: what a launch inside a graph costs
+    table: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP/s of ``dtype``; 16-bit when the GPU has no unit for it."""
+        return self.peaks.get(dtype) or self.peaks["bf16"]
+
+    def has(self, dtype: str) -> bool:
+        return bool(self.peaks.get(dtype))
+
+    def gemm(self, dtype: str) -> GemmFit:
+        """Constants of a GEMM in bf16, fp8, fp8_block or nvfp4; others' where this GPU has none."""
+        fits = self.table["gemm"]
+        row = fits.get(dtype) or _nearest("gemm", dtype) or fits["bf16"]
+        return GemmFit(
+            row["e_w"], row["e_f"], row["c_us"] * 1e-6, row["p"], row.get("e_q") or 0.0, row["error"]
+        )
+
+    def moe(self, dtype: str, shape: tuple[int, int, int, int] | None = None) -> tuple[MoeFit, bool]:
+        """Constants of expert GEMMs; whether this shape (hidden, inner, top-k, experts) was measured."""
+        fits = self.table.get("moe", {})
+        row = fits.get(dtype) or _nearest("moe", dtype) or _nearest("moe", "bf16")
+        assert row is not None  # bf16 is in the constants file
+        exact = row.get("shapes", {}).get("x".join(map(str, shape))) if shape and dtype in fits else None
+        use = exact or row
+        fit = MoeFit(use["e_w"], use["e_f"], use["c_us"] * 1e-6, use["p"], use["e_act"], use["error"])
+        return fit, exact is not None
+
+    def attention(self, kv_dtype: str) -> AttentionFit:
+        """Constants of attention with a KV cache of ``bf16`` or ``fp8``."""
+        decode, prefill = self.table["decode"], self.table["prefill"]
+        efficiency = decode["e_kv"].get(kv_dtype) or decode["e_kv"]["bf16"]
+        return AttentionFit(
+            decode["c_us"] * 1e-6, efficiency, prefill["c_us"] * 1e-6, prefill["e_a"], prefill["I0"],
+            decode["error"],
+        )  # fmt: skip
+
+    def links(self, degree: int) -> Links:
+        """Constants of an all-reduce over ``degree`` GPUs (the nearest measured degree)."""
+        rows = self.table["allreduce"]
+        row = rows[min(rows, key=lambda k: abs(int(k) - degree))]
+        return Links(row["graph_us"] * 1e-6, row["eager_us"] * 1e-6, row["bus_gb_s"] * 1e9)
+
+
+@cache
+def load() -> dict[str, Any]:
+    """The constants file as it is stored."""
+    text = resources.files("kvplan.sim").joinpath("data/kernel_constants.json").read_text("utf-8")
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+def _nearest(table: str, dtype: str) -> dict[str, Any] | None:
+    """Median over the measured GPUs of the constants of ``dtype``: what an unmeasured GPU is given."""
+    rows = [g[table][dtype] for g in load()["gpus"].values() if dtype in g.get(table, {})]
+    if not rows:
+        return None
+    keys = [k for k in rows[0] if k not in ("shapes", "source", "n")]
+    merged = {
+        k: median(r[k] for r in rows if r.get(k) is not None) for k in keys if any(r.get(k) for r in rows)
+    }
+    return {"c_us": 0.0, "e_q": 0.0, **merged}
+
+
+def kernels_for(gpu: GPU) -> Kernels:
+    """Constants for ``gpu``: its own if measured, else those of its class on its own data-sheet peaks."""
+    data = load()
+    key = MEASURED.get(gpu.name)
+    small_s = data["small_kernel_us"] * 1e-6
+    if key:
+        entry = data["gpus"][key]
+        peaks = dict(entry["peaks"])
+        return Kernels(key, "measured", peaks.pop("bw"), peaks, small_s, entry)
+    key, note = _class_of(gpu)
+    entry = data["gpus"].get(key) or data["classes"][key]
+    peaks = {("fp4" if k == "nvfp4" else k): v for k, v in gpu.peak_flops.items() if v}
+    peaks.setdefault("bf16", peaks.get("fp16", 0.0) or _guess_flops(gpu, entry))
+    if gpu.has_nvlink and not entry.get("nvlink", True):
+        entry = {**entry, "allreduce": data["gpus"]["h100_sxm"]["allreduce"]}
+    elif not gpu.has_nvlink and entry.get("nvlink", True):
+        entry = {**entry, "allreduce": data["gpus"]["rtx_pro_6000"]["allreduce"]}
+    evidence = "sheet" if key == "h100_sxm" and gpu.arch != "Hopper" else "class"
+    small_s *= entry.get("small_kernel_factor", 1.0)
+    return Kernels(key, evidence, gpu.memory_bandwidth, peaks, small_s, entry, (note,))
+
+
+def _class_of(gpu: GPU) -> tuple[str, str]:
+    """The measured GPU whose kernels are nearest, and the sentence that says so."""
+    number = gpu.compute_capability or ""
+    capability = float(number) if number.replace(".", "").isdigit() else 0.0
+    if gpu.vendor.upper() != "NVIDIA" or capability == 0.0:
+        key = "h100_sxm"
+    elif gpu.arch == "Ada" and gpu.name.startswith("RTX 40"):
+        key = "ada_geforce"
+    elif gpu.arch == "Ada":
+        key = "l40s"
+    elif gpu.arch == "Hopper":
+        key = "h200_sxm" if gpu.memory_bandwidth >= 4e12 else "h100_sxm"
+    elif gpu.arch.startswith(("Blackwell", "Rubin")):
+        key = "rtx_pro_6000" if capability >= 11 else "b200_sxm"
+    else:
+        key = "a100_sxm"
+    return key, f"{gpu.name} has no kernel tables: constants of {key} on its data-sheet peaks"
+
+
+def _guess_flops(gpu: GPU, entry: dict[str, Any]) -> float:
+    """16-bit FLOP/s where no sheet has it: from fp8 or fp4, else the class's flops a byte."""
+    for dtype, divisor in (("fp8", 2.0), ("fp4", 4.0)):
+        if gpu.peak_flops.get(dtype):
+            return gpu.peak_flops[dtype] / divisor
+    return float(entry["peaks"]["bf16"] / entry["peaks"]["bw"] * gpu.memory_bandwidth)
+
+
+def scaled(kernels: Kernels, **factors: float) -> Kernels:
+    """Kernels with efficiencies multiplied: ``weights``, ``flops``, ``kv``, ``bus``, ``small``."""
+    table = json.loads(json.dumps(kernels.table))
+    for dtype_row in table["gemm"].values():
+        dtype_row["e_w"] *= factors.get("weights", 1.0)
+        dtype_row["e_f"] *= factors.get("flops", 1.0)
+    for dtype_row in table.get("moe", {}).values():
+        for row in (dtype_row, *dtype_row.get("shapes", {}).values()):
+            row["e_w"] *= factors.get("weights", 1.0)
+            row["e_f"] *= factors.get("flops", 1.0)
+    table["prefill"]["e_a"] *= factors.get("flops", 1.0)
+    table["decode"]["e_kv"] = {k: v * factors.get("kv", 1.0) for k, v in table["decode"]["e_kv"].items() if v}
+    for row in table["allreduce"].values():
+        row["bus_gb_s"] *= factors.get("bus", 1.0)
+    return replace(kernels, table=table, small_kernel_s=kernels.small_kernel_s * factors.get("small", 1.0))
