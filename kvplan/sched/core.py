@@ -59,7 +59,6 @@ REQUEST = np.dtype(
         ("stop", np.int32),
         ("reserve", np.int32),  # tokens reserved at admission (contiguous baselines), 0 = paged
         ("rank", np.int32),  # place in (priority, arrival, file order)
-        ("level", np.int32),  # the same without file order: equal for ties
         ("outputs", np.int32),
         ("preemptions", np.int32),
         ("hit", np.int32),  # prefix tokens found at the first admission
@@ -443,16 +442,19 @@ def dequeue(S, R, p):
 
 @compiled
 def victim_index(S, R):
-    """Latest admitted (FCFS); worst (priority, arrival), first in the list among equals [4.2]."""
+    """Latest admitted (FCFS); worst priority, then latest arrival [4.2].
+
+    Requests that share an arrival time arrived in file order: two live ones never tie, as on a real clock.
+    """
     c = S.count[0]
     if not R.priority:
         return c.running - 1
     worst = 0
-    level = -1
+    rank = -1
     for i in range(c.running):
-        lv = S.request[S.slot[S.lists[RUNNING, i]].request].level
-        if lv > level:
-            level = lv
+        its = S.request[S.slot[S.lists[RUNNING, i]].request].rank
+        if its > rank:
+            rank = its
             worst = i
     return worst
 
@@ -525,13 +527,15 @@ def admit(S, R, r, hits, blocks, n):
     if row.preemptions == 0:
         row.hit = slot.computed
         row.first_scheduled_s = c.now
-        c.t_query += slot.length
+        if R.prefix_caching:
+            c.t_query += slot.length
         c.t_hit += slot.computed
         S.lists[NEW, c.new] = r
         c.new += 1
     else:
         c.recomputed += max(0, row.lost - slot.computed)
-        c.t_rquery += slot.length
+        if R.prefix_caching:
+            c.t_rquery += slot.length
         c.t_rhit += slot.computed
         S.lists[RESUMED, c.resumed] = r
         c.resumed += 1
@@ -738,6 +742,10 @@ def deliver(S, R, batch):
         slot.length += 1
         slot.flight -= 1
         slot.last_token_s = c.now
+        if R.asynchronous and R.prefix_caching:  # before the end of the request is looked at [1.3]
+            full = (slot.computed - slot.flight) // R.block_size
+            if full > slot.cached:
+                remember_full(S, R, s, full)
         if slot.length >= slot.stop:
             S.request[r].outputs = slot.length - slot.prompt
             release(S, R, s)
@@ -745,8 +753,6 @@ def deliver(S, R, batch):
             S.lists[FINISHED, c.finished] = r
             c.finished += 1
             finish(S, r, DONE)
-        elif R.asynchronous and R.prefix_caching and slot.computed - slot.flight >= (slot.cached + 1) * R.block_size:
-            remember_full(S, R, s, (slot.computed - slot.flight) // R.block_size)
     if steady > 0:
         note_itl(S, c.now - c.last_delivery, steady)
     c.last_delivery = c.now
@@ -910,6 +916,31 @@ def put_table(S, request, whole):
 
 
 @compiled
+def put_waiting_head(S, R):
+    """The next four of the queue; a heap is searched for them, since its array is only half sorted."""
+    c = S.count[0]
+    shown = 0
+    above = -1
+    while shown < 4:
+        best = -1
+        for p in range(0 if R.priority else c.head, c.tail):
+            r = S.waiting[p]
+            if S.request[r].status != WAITING:
+                continue
+            if not R.priority:
+                if shown < 4:
+                    put(S, r)
+                    shown += 1
+            elif S.request[r].rank > above and (best < 0 or S.request[r].rank < S.request[best].rank):
+                best = r
+        if best < 0:
+            return
+        put(S, best)
+        above = S.request[best].rank
+        shown += 1
+
+
+@compiled
 def record_schedule(S, R, batch):
     """First half of a decision row: what `schedule` decided and the blocks it handed out."""
     c = S.count[0]
@@ -933,11 +964,7 @@ def record_schedule(S, R, batch):
     for i in range(c.running):
         put(S, S.slot[S.lists[RUNNING, i]].request)
     row[first + 5] = c.items
-    shown = 0
-    for p in range(0 if R.priority else c.head, c.tail):
-        if shown < 4 and S.request[S.waiting[p]].status == WAITING:
-            put(S, S.waiting[p])
-            shown += 1
+    put_waiting_head(S, R)
     row[first + 6] = c.items
     for j in range(c.new):
         put_table(S, S.lists[NEW, j], True)

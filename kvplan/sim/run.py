@@ -57,7 +57,9 @@ def reserved_tokens(trace: Trace, stop: Any, allocation: str, max_model_len: int
             length = int(stop.max()) if len(stop) else 0
         elif argument:
             if not argument.isdigit() or int(argument) < 1:
-                raise InputError(f"--allocation {allocation}: '{argument}' must be a whole number >= 1 or 'longest'.")
+                raise InputError(
+                    f"--allocation {allocation}: '{argument}' must be a whole number >= 1 or 'longest'."
+                )
             length = int(argument)
         else:
             length = max_model_len
@@ -101,8 +103,6 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
     if rules.priority:
         order = np.lexsort((np.arange(n), trace.arrival_s, trace.priority))
         requests.rank[order] = np.arange(n)
-        step = (np.diff(trace.priority[order]) != 0) | (np.diff(trace.arrival_s[order]) != 0)
-        requests.level[order] = np.concatenate([[0], np.cumsum(step)]) if n else 0
 
     block = np.zeros(rules.num_blocks + 1, core.BLOCK).view(np.recarray)
     ids = np.arange(1, rules.num_blocks, dtype=np.int32)  # block 0 is the null block
@@ -164,7 +164,9 @@ def simulate(
 
     began = perf_counter()
     if not trace.has_times:
-        raise InputError(f"{trace.provenance.source} has no arrival times.\n  Give --request-rate or --max-concurrency.")
+        raise InputError(
+            f"{trace.provenance.source} has no arrival times.\n  Give --request-rate or --max-concurrency."
+        )
     if keys is None:
         keys = keys_for(trace, rules)
     if reserve is None:
