@@ -1,13 +1,29 @@
-"""Engine flags under vLLM's names, and their defaults by engine version.
+"""Engine flags under vLLM's names, and what the engine makes of them by version and device.
 
-Rules of defaults: SCHEDULER_RULES 2.8 and 9, BUDGET 3 (vLLM 0.32.0 argument defaults).
+Rules of defaults: SCHEDULER_RULES 2.8 and 9, BUDGET 3 to 5 (argument defaults and sources of the vLLM
+releases named there). Every default that was filled in is recorded as an assumption in words.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from kvplan.errors import InputError
+from kvplan.spec.gpu import GPU
+from kvplan.spec.model import LayerKind, ModelSpec
+
 NEWEST_VLLM = "0.32.0"
+
+Version = tuple[int, int]
+
+# Minor releases whose sources or start-up logs stand behind our tables; 0.9 is the first with engine V1 only.
+KNOWN_VLLM: tuple[Version, ...] = tuple(
+    (0, minor) for minor in (9, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 29, 32)
+)
+
+KV_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "fp8_e4m3"}
+QUANTIZATION_ALIASES = {"nvfp4": "modelopt_fp4", "awq": "awq_marlin", "gptq": "gptq_marlin"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class EngineSettings:
     async_scheduling: bool | None = None
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool | None = None
-    prefix_cache_retention_interval: int | None = 0  # None = dense
+    prefix_cache_retention_interval: int | str | None = None  # "none" = dense
     disable_hybrid_kv_cache_manager: bool | None = None
     kv_cache_layout: str = "LBNHC"
     speculative_model: str | None = None
@@ -48,3 +64,216 @@ class EngineSettings:
     max_lora_rank: int = 0
     kv_offload_gib: float = 0.0
     model_runner: str | None = None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Engine flags with every default filled in for one model on one GPU."""
+
+    settings: EngineSettings
+    version: Version  # the known release whose rules apply
+    gpu_memory_utilization: float
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int  # asked for; state layers may raise it (see memory.kvlayout)
+    dtype: str
+    kv_cache_dtype: str  # never "auto"
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    async_scheduling: bool
+    scheduler_reserve_full_isl: bool
+    prefix_cache_retention_interval: int | None  # None = dense
+    hybrid_kv_cache_manager: bool
+    model_runner: str  # v1 or v2
+    assumptions: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one replica: TP x PP x DP."""
+        s = self.settings
+        return s.tensor_parallel_size * s.pipeline_parallel_size * s.data_parallel_size
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Tokens that may be scheduled before the oldest step returns (KV_SIZING_RULES 5).
+
+        From 0.26: batches in flight (PP size, or 2 with async scheduling) x max_num_batched_tokens.
+        """
+        if self.version < (0, 26):
+            return self.max_num_batched_tokens
+        stages = self.settings.pipeline_parallel_size
+        batches = stages if stages > 1 else 2 if self.async_scheduling else 1
+        return batches * self.max_num_batched_tokens
+
+
+def parse_version(text: str) -> Version:
+    """(major, minor) of '0.19.0', 'v0.26.1rc1.dev608', '0.32'; `InputError` for anything else."""
+    match = re.match(r"v?(\d+)\.(\d+)", text)
+    if match is None:
+        raise InputError(f"--engine-version {text!r} is not a version; write it like {NEWEST_VLLM}.")
+    return int(match[1]), int(match[2])
+
+
+def known_version(text: str) -> tuple[Version, str | None]:
+    """The nearest known release that is not newer than ``text``, and a note where that is another one."""
+    asked = parse_version(text)
+    older = [version for version in KNOWN_VLLM if version <= asked]
+    if not older:
+        oldest = KNOWN_VLLM[0]
+        return oldest, f"vLLM {text} is older than any in our tables: rules of {oldest[0]}.{oldest[1]} used"
+    version = older[-1]
+    if version == asked:
+        return version, None
+    return version, f"vLLM {text} is not in our tables: rules of {version[0]}.{version[1]} used"
+
+
+def resolve(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Resolved:
+    """Fill in every default as the engine would.
+
+    ``gpu`` None (a hand-given pool) leaves the smallest device class. Raises `InputError` for settings that
+    the engine refuses at start-up.
+    """
+    said: list[str] = []
+    version, note = known_version(settings.engine_version)
+    if note and settings.engine == "vllm":
+        said.append(note)
+    max_model_len = _max_model_len(settings, model, said)
+    async_scheduling = _or(settings.async_scheduling, version >= (0, 12))
+    chunked = _or(settings.enable_chunked_prefill, True)
+    batched, seqs = _batch_limits(settings, gpu, version, max_model_len, chunked, said)
+    utilization = settings.gpu_memory_utilization
+    if utilization is None:
+        utilization = 0.92 if version >= (0, 22) else 0.90
+        if settings.kv_cache_memory_bytes is None:
+            said.append(f"gpu_memory_utilization {utilization:.2f}, the default of this version")
+    retention = settings.prefix_cache_retention_interval
+    kv_dtype = KV_DTYPE_ALIASES.get(settings.kv_cache_dtype, settings.kv_cache_dtype)
+    dtype = model.dtype if settings.dtype == "auto" else settings.dtype
+    if dtype == "float32" and settings.dtype == "auto":
+        dtype = "bfloat16"
+        said.append("dtype bfloat16: the engine loads a float32 checkpoint in 16 bit")
+    has_chunks = any(layer.kind is LayerKind.CHUNKED for layer in model.layers)
+    disabled = settings.disable_hybrid_kv_cache_manager
+    if disabled is None and has_chunks:
+        said.append("hybrid KV cache manager off: chunked-local layers are allocated as full attention")
+    resolved = Resolved(
+        settings=settings,
+        version=version,
+        gpu_memory_utilization=utilization,
+        max_model_len=max_model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+        block_size=_block_size(settings, model, said),
+        dtype=dtype,
+        kv_cache_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+        enable_prefix_caching=_or(settings.enable_prefix_caching, True),
+        enable_chunked_prefill=chunked,
+        async_scheduling=async_scheduling,
+        scheduler_reserve_full_isl=_or(settings.scheduler_reserve_full_isl, version >= (0, 19)),
+        prefix_cache_retention_interval=(
+            None if retention == "none" or (retention is None and version < (0, 29)) else int(retention or 0)
+        ),
+        hybrid_kv_cache_manager=not _or(disabled, has_chunks),
+        model_runner=settings.model_runner or _default_runner(model, version),
+        assumptions=(),
+    )
+    _refuse_contradictions(resolved)
+    if settings.model_runner is None and version >= (0, 20):
+        said.append(f"model runner {resolved.model_runner.upper()}, this version's default for the model")
+    return Resolved(**{**resolved.__dict__, "assumptions": (*said, *model.assumptions)})
+
+
+def _or(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
+
+
+def _max_model_len(settings: EngineSettings, model: ModelSpec, said: list[str]) -> int:
+    own = model.max_position_embeddings
+    if settings.max_model_len is None:
+        if own < 1:
+            raise InputError("--max-model-len is missing, and the model does not state its own maximum.")
+        said.append(f"max_model_len {own:,}, the model's own maximum")
+        return own
+    if 0 < own < settings.max_model_len:
+        raise InputError(
+            f"--max-model-len {settings.max_model_len:,} is above the model's own maximum of {own:,} tokens."
+        )
+    return settings.max_model_len
+
+
+def _batch_limits(
+    settings: EngineSettings,
+    gpu: GPU | None,
+    version: Version,
+    max_model_len: int,
+    chunked: bool,
+    said: list[str],
+) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) of the API server: SCHEDULER_RULES 2.8."""
+    total_gib = gpu.total_gib if gpu else 0.0
+    is_a100 = gpu is not None and "a100" in gpu.name.lower()
+    if total_gib >= 160 and version >= (0, 29):
+        tokens, seqs, why = 16384, 1024, "server, >= 160 GiB"
+    elif total_gib >= 70 and not is_a100:
+        tokens, seqs, why = 8192, 1024, "server, >= 70 GiB"
+    else:
+        tokens, seqs, why = 2048, 256, "server, < 70 GiB or A100" if gpu else "server, no GPU named"
+    if not chunked:
+        tokens, why = max(tokens, max_model_len), why + ", chunked prefill off"
+    batched = settings.max_num_batched_tokens or tokens
+    running = settings.max_num_seqs or min(seqs, batched)
+    filled = [
+        f"{name} {value:,}"
+        for name, value, given in (
+            ("max_num_seqs", running, settings.max_num_seqs),
+            ("max_num_batched_tokens", batched, settings.max_num_batched_tokens),
+        )
+        if given is None
+    ]
+    if filled:
+        said.append(f"{', '.join(filled)} ({why})")
+    return batched, running
+
+
+def _block_size(settings: EngineSettings, model: ModelSpec, said: list[str]) -> int:
+    if settings.block_size is not None:
+        return settings.block_size
+    if any(layer.index_dim for layer in model.layers):
+        said.append("block_size 64: sparse attention needs it")
+        return 64
+    return 16
+
+
+def _default_runner(model: ModelSpec, version: Version) -> str:
+    """BUDGET 3: Qwen3 dense first, then Qwen and DeepSeek-V2 MoE, all dense models, then every model."""
+    if version >= (0, 29):
+        return "v2"
+    if version >= (0, 25) and model.moe is None:
+        return "v2"
+    if version >= (0, 24) and model.architecture.startswith(("Qwen3Moe", "Qwen2Moe", "DeepseekV2")):
+        return "v2"
+    return "v2" if version >= (0, 21) and model.architecture == "Qwen3ForCausalLM" else "v1"
+
+
+def _refuse_contradictions(r: Resolved) -> None:
+    s = r.settings
+    if r.max_num_batched_tokens < r.max_num_seqs:
+        raise InputError(
+            f"--max-num-batched-tokens {r.max_num_batched_tokens:,} is below max_num_seqs "
+            f"{r.max_num_seqs:,}; every running request needs one token a step."
+        )
+    if not r.enable_chunked_prefill and r.max_num_batched_tokens < r.max_model_len:
+        raise InputError(
+            f"--max-num-batched-tokens {r.max_num_batched_tokens:,} is below max_model_len "
+            f"{r.max_model_len:,}, which without chunked prefill must fit in one step."
+        )
+    if s.kv_cache_layout == "BLNHC" and r.version < (0, 29):
+        raise InputError("--kv-cache-layout BLNHC exists from vLLM 0.29 on.")
+    if s.watermark and r.version < (0, 26):
+        raise InputError("--watermark exists from vLLM 0.26 on.")
+    if s.tensor_parallel_size % s.decode_context_parallel_size:
+        raise InputError(
+            f"--decode-context-parallel-size {s.decode_context_parallel_size} must divide "
+            f"-tp {s.tensor_parallel_size}."
+        )
