@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -58,6 +59,13 @@ class LazyGroup(typer.core.TyperGroup):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            ctx.fail(f"no command {args[0]!r}.{meant}")
+        return super().resolve_command(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         # Written to the stream itself: the formatter of Typer would re-wrap the table.
         lines = "\n".join(f"  {name:<9}  {line}" for name, (_, _, line) in COMMANDS.items())
@@ -109,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
 def _usage_error(error: Any) -> int:
     """Print click's usage errors like our own: one line, then where to look."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
-    if not message and hasattr(error, "ctx"):  # no arguments at all: the help text is the answer
-        sys.stdout.write(error.ctx.get_help() + "\n")
+    if type(error).__name__ == "NoArgsIsHelpError":  # no arguments at all: its message is the help text
+        sys.stdout.write(message.rstrip() + "\n")
         return 0
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "kvplan"
