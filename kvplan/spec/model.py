@@ -31,6 +31,8 @@ class StateShape:
     conv_columns: int  # conv_kernel - 1, so that conv_elements / conv_columns is one column
     ssm_bytes_per_element: int = 4
     conv_bytes_per_element: int = 2
+    groups: int = 0  # Mamba-2: groups of B and C, which are copied when TP does not divide them
+    group_elements: int = 0  # conv elements of one such group, all columns
 
 
 @dataclass(frozen=True)

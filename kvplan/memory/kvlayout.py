@@ -1,0 +1,409 @@
+"""How vLLM lays a model's KV cache out in blocks: groups of layers that share one pool of equal blocks.
+
+A block of the pool serves one group at a time, and each group of a request has its own block table, so a
+request needs the sum over groups. Rules: SCHEDULER_RULES 8, KV_SIZING_RULES 2 to 7; all bytes are of one
+rank. The layout is equal to the engine's own on every record of ../shared/oracle/kv_cache_configs.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+
+from kvplan.errors import InputError
+from kvplan.memory.formula import blocks_for
+from kvplan.spec.engine import Resolved
+from kvplan.spec.model import Layer, LayerKind, ModelSpec
+
+BYTES_PER_ELEMENT = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "fp8_ds_mla": 1,
+    "fp8_per_token_head": 1,
+    "int8_per_token_head": 1,
+}
+SCALE_BYTES = 4  # one float32 per scaled group
+INDEX_TILE = 128  # elements of an index key, and of an fp8_ds_mla latent, per scale
+STATE_ALIGNMENT = 16  # tokens; attention blocks of state hybrids are multiples of it
+
+
+@dataclass(frozen=True)
+class LayerPage:
+    """What one layer keeps in one block: layers with equal pages can share a group."""
+
+    kind: LayerKind
+    block_size: int  # tokens
+    page_bytes: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers that share a block table. ``state_blocks`` is what a request takes in a STATE group."""
+
+    kind: LayerKind
+    layers: int
+    block_size: int
+    page_bytes: int  # of one layer; of the widest where they differ
+    window: int = 0
+    state_blocks: int = 0
+
+    def admitted_blocks(self, n_tokens: int, in_flight_tokens: int) -> int:
+        """Blocks asked for at admission of a request that grows to ``n_tokens`` (KV_SIZING_RULES 5, 7)."""
+        match self.kind:
+            case LayerKind.STATE:
+                return self.state_blocks
+            case LayerKind.SLIDING:
+                inside = min(self.window - 1 + in_flight_tokens, n_tokens)
+                return blocks_for(inside, self.block_size) + 1
+            case LayerKind.CHUNKED:
+                return blocks_for(min(self.window + in_flight_tokens, n_tokens), self.block_size)
+        return blocks_for(n_tokens, self.block_size)
+
+    def held_blocks(self, n_tokens: int) -> int:
+        """Blocks held while decoding at length ``n_tokens``: a window group has freed the older ones."""
+        if self.kind is LayerKind.SLIDING:
+            return min(
+                blocks_for(n_tokens, self.block_size), blocks_for(self.window - 1, self.block_size) + 1
+            )
+        if self.kind is LayerKind.CHUNKED:
+            return blocks_for(min(self.window, n_tokens), self.block_size)
+        return self.admitted_blocks(n_tokens, 0)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The groups of a model and the size of their common block, stage by stage of the pipeline."""
+
+    groups: tuple[KVGroup, ...]
+    stage_block_bytes: tuple[int, ...]  # bytes of one block on a rank of each pipeline stage
+    stage_layers: tuple[int, ...]
+    block_size: int  # of the attention groups, as the engine logs it
+    in_flight_tokens: int
+    max_model_len: int
+    context_shards: int  # decode context parallel: ranks that hold a request's tokens between them
+    derived_tokens: bool  # the token line is concurrency x max_model_len (from 0.21)
+    null_block_counts: bool  # the start-up check leaves one block aside
+    bytes_per_token: int  # slope: what a longer request adds, exact state, this rank (stage that decides)
+    fixed_bytes_per_request: int  # windows when full, and states
+    padding_layers: int
+    assumptions: tuple[str, ...] = ()
+
+    @cached_property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block on the stage with most layers."""
+        return max(self.stage_block_bytes)
+
+    @property
+    def is_uniform(self) -> bool:
+        """One group that grows with every token: bytes per token say everything."""
+        return len(self.groups) == 1 and self.groups[0].kind in (LayerKind.FULL, LayerKind.MLA)
+
+    def blocks_per_request(self, n_tokens: int) -> int:
+        """Blocks the engine asks for when it admits a request that may grow to ``n_tokens``."""
+        share = self._share(n_tokens)
+        return sum(group.admitted_blocks(share, self.in_flight_tokens) for group in self.groups)
+
+    def held_blocks(self, n_tokens: int) -> int:
+        """Blocks of a request of ``n_tokens`` in decode."""
+        share = self._share(n_tokens)
+        return sum(group.held_blocks(share) for group in self.groups)
+
+    def needed_bytes(self, n_tokens: int) -> int:
+        """Bytes that one admitted request of ``n_tokens`` needs on the rank that decides."""
+        return self.blocks_per_request(n_tokens) * self.bytes_per_block
+
+    def exact_bytes(self, n_tokens: int) -> int:
+        """Bytes of the state itself: no block rounding, windows cut exactly, nothing in flight."""
+        return self._share(n_tokens) * self.bytes_per_token + self.fixed_bytes_per_request
+
+    def num_blocks(self, available_bytes: int | Sequence[int]) -> int:
+        """Blocks of the pool, null block included: the smallest over stages (0 for a negative pool)."""
+        per_stage = (
+            [available_bytes] * len(self.stage_block_bytes)
+            if isinstance(available_bytes, int)
+            else list(available_bytes)
+        )
+        return max(
+            0, min(have // block for have, block in zip(per_stage, self.stage_block_bytes, strict=True))
+        )
+
+    def max_concurrency(self, num_blocks: int, n_tokens: int | None = None) -> float:
+        """Requests of ``n_tokens`` (max_model_len by default) that the pool admits at once."""
+        return num_blocks / self.blocks_per_request(n_tokens or self.max_model_len)
+
+    def cache_tokens(self, num_blocks: int) -> int:
+        """The engine's line "GPU KV cache size", for the whole TP group (KV_SIZING_RULES 5 and 6)."""
+        if self.derived_tokens:
+            return int(self.max_concurrency(num_blocks) * self.max_model_len)
+        smallest = min(group.block_size for group in self.groups)
+        return num_blocks // len(self.groups) * smallest * self.context_shards
+
+    def longest_request(self, num_blocks: int, limit: int | None = None) -> int:
+        """The longest request the start-up check would accept with this pool; 0 when none."""
+        blocks = num_blocks - self.null_block_counts
+        low, high = 0, limit or self.max_model_len
+        while low < high:  # blocks_per_request never falls as a request grows
+            middle = (low + high + 1) // 2
+            if self.blocks_per_request(middle) <= blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _share(self, n_tokens: int) -> int:
+        return blocks_for(n_tokens, self.context_shards)
+
+
+def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
+    """Lay ``model``'s KV cache out as the engine would.
+
+    Raises `InputError` for a layer whose kind has no rule here; nothing falls back to full attention.
+    """
+    said: list[str] = []
+    pages = [_layer_page(layer, engine, said) for layer in _layers_with_kv(model, engine, said)]
+    if all(page is None for page in pages):
+        raise InputError(f"{model.name} keeps no KV cache: no layer of it has attention or state.")
+    pages = _manager_off(pages, engine)
+    state_blocks = _state_blocks(engine)
+    pages = _raise_block_size(pages, engine, said)
+    pages = _unify_pages(pages, engine)
+    members = _group_layers(pages)
+    stages = stage_bounds(len(pages), engine.settings.pipeline_parallel_size)
+    groups = []
+    for indices in members:
+        first = _page(pages, indices[0])
+        widest = max(_page(pages, i).page_bytes for i in indices)
+        is_state = first.kind is LayerKind.STATE
+        # With prefix caching off a state is never kept at a block boundary: one block spans any length.
+        block = engine.max_model_len if is_state and not engine.enable_prefix_caching else first.block_size
+        groups.append(
+            KVGroup(
+                first.kind,
+                max(sum(low <= i < high for i in indices) for low, high in stages),
+                block,
+                widest,
+                first.window,
+                state_blocks if is_state else 0,
+            )
+        )
+    stage_block_bytes = tuple(
+        max(sum(_page(pages, i).page_bytes for i in indices if low <= i < high) for indices in members)
+        for low, high in stages
+    )
+    if min(stage_block_bytes) < 1:
+        raise InputError(
+            f"-pp {len(stages)} leaves a stage of {model.name} without any KV layer; use fewer stages."
+        )
+    deciding = stages[stage_block_bytes.index(max(stage_block_bytes))]
+    slope, fixed = _exact_state(_layers_with_kv(model, engine, [])[slice(*deciding)], engine)
+    attention = [group.block_size for group in groups if group.kind is not LayerKind.STATE]
+    largest = max(len(indices) for indices in members)
+    return KVLayout(
+        groups=tuple(groups),
+        stage_block_bytes=stage_block_bytes,
+        stage_layers=tuple(high - low for low, high in stages),
+        block_size=lcm(*attention) if attention else groups[0].block_size,
+        in_flight_tokens=engine.max_in_flight_tokens,
+        max_model_len=engine.max_model_len,
+        context_shards=engine.settings.decode_context_parallel_size,
+        derived_tokens=engine.version >= (0, 21),
+        null_block_counts=engine.version >= (0, 26),
+        bytes_per_token=slope,
+        fixed_bytes_per_request=fixed,
+        padding_layers=largest * len(members) - sum(len(indices) for indices in members),
+        assumptions=tuple(dict.fromkeys(said)),
+    )
+
+
+def stage_bounds(layers: int, stages: int) -> list[tuple[int, int]]:
+    """(first, last + 1) layer of each stage; spare layers go to the stages before the last."""
+    if stages > layers:
+        raise InputError(f"-pp {stages} has more stages than the model has layers ({layers}).")
+    sizes = [layers // stages] * stages
+    for k in range(layers % stages):
+        sizes[-2 - k if stages > 1 + k else 0] += 1
+    bounds, start = [], 0
+    for size in sizes:
+        bounds.append((start, start + size))
+        start += size
+    return bounds
+
+
+def bytes_per_element(dtype: str) -> int:
+    """Bytes of one K or V element."""
+    if dtype not in BYTES_PER_ELEMENT:
+        raise InputError(
+            f"--kv-cache-dtype {dtype!r} is not known; use one of {', '.join(BYTES_PER_ELEMENT)}."
+        )
+    return BYTES_PER_ELEMENT[dtype]
+
+
+def token_bytes(layer: Layer, engine: Resolved) -> int:
+    """Bytes one token keeps in an attention layer, on one rank (KV_SIZING_RULES 2 and 3)."""
+    dtype = engine.kv_cache_dtype
+    size = bytes_per_element(dtype)
+    tp = engine.settings.tensor_parallel_size
+    index = (layer.index_dim + SCALE_BYTES * -(-layer.index_dim // INDEX_TILE)) if layer.index_dim else 0
+    if layer.kind is LayerKind.MLA:  # one latent on every rank: no factor 2, no split
+        if dtype == "fp8_ds_mla" or (layer.index_dim and size == 1):
+            scales = SCALE_BYTES * -(-layer.latent_dim // INDEX_TILE)
+            return layer.latent_dim + scales + 2 * layer.rope_dim + index
+        return (layer.latent_dim + layer.rope_dim) * size + index
+    if dtype == "fp8_ds_mla":
+        raise InputError("--kv-cache-dtype fp8_ds_mla is for MLA models only.")
+    heads = max(1, layer.kv_heads // tp)  # with more ranks than heads each keeps a copy of one
+    scales = 2 * SCALE_BYTES if dtype.endswith("_per_token_head") else 0
+    return heads * ((layer.head_dim + layer.v_head_dim) * size + scales) + index
+
+
+def state_bytes(layer: Layer, engine: Resolved) -> int:
+    """Bytes of one request's state in one linear-attention or Mamba layer, on one rank."""
+    state = layer.state
+    if state is None:
+        raise InputError(f"a {layer.kind.value} layer without its state's shape cannot be sized.")
+    tp = engine.settings.tensor_parallel_size
+    # Groups of B and C that do not divide over the ranks are copied until each rank has one.
+    groups = tp if state.groups % tp else state.groups
+    conv = state.conv_elements + (groups - state.groups) * state.group_elements
+    columns = state.conv_columns + engine.settings.num_speculative_tokens
+    conv = conv * columns // state.conv_columns if state.conv_columns else conv
+    return state.ssm_elements // tp * state.ssm_bytes_per_element + conv // tp * state.conv_bytes_per_element
+
+
+def _layers_with_kv(model: ModelSpec, engine: Resolved, said: list[str]) -> list[Layer]:
+    """The decoder's layers, and those of its own multi-token prediction when it drafts for itself."""
+    s = engine.settings
+    layers = list(model.layers)
+    if s.num_speculative_tokens and s.speculative_model is None:
+        if not model.mtp_layers:
+            raise InputError(
+                f"--num-speculative-tokens {s.num_speculative_tokens} needs --speculative-model: "
+                f"{model.name} has no multi-token-prediction layers of its own."
+            )
+        full = next(layer for layer in layers if layer.kind in (LayerKind.FULL, LayerKind.MLA))
+        layers.append(full)
+        said.append("one multi-token-prediction layer with full attention holds KV too")
+    return layers
+
+
+def _layer_page(layer: Layer, engine: Resolved, said: list[str]) -> LayerPage | None:
+    if layer.kind in (LayerKind.NONE, LayerKind.SHARED):
+        return None
+    if layer.kind is LayerKind.STATE:
+        return LayerPage(LayerKind.STATE, engine.block_size, state_bytes(layer, engine))
+    if layer.index_dim and layer.kind is not LayerKind.MLA:
+        said.append("index keys of sparse layers counted at 8 bit + one scale: not checked against a log")
+    if layer.kind is LayerKind.MLA and layer.index_dim and bytes_per_element(engine.kv_cache_dtype) == 1:
+        said.append("sparse MLA keeps fp8 latents as fp8_ds_mla (scales and a 16-bit rope part)")
+    return LayerPage(
+        layer.kind, engine.block_size, engine.block_size * token_bytes(layer, engine), layer.window
+    )
+
+
+def _page(pages: Sequence[LayerPage | None], i: int) -> LayerPage:
+    page = pages[i]
+    assert page is not None
+    return page
+
+
+def _manager_off(pages: list[LayerPage | None], engine: Resolved) -> list[LayerPage | None]:
+    """Without the hybrid manager a window layer beside full ones is allocated as full attention."""
+    kinds = {page.kind for page in pages if page}
+    if engine.hybrid_kv_cache_manager or len(kinds) == 1:
+        return pages
+    windows = (LayerKind.SLIDING, LayerKind.CHUNKED)
+    return [
+        replace(page, kind=LayerKind.FULL, window=0) if page and page.kind in windows else page
+        for page in pages
+    ]
+
+
+def _state_blocks(engine: Resolved) -> int:
+    """Blocks a request takes in each state group: 1, or 2 with states cached at block boundaries."""
+    return (2 if engine.enable_prefix_caching else 1) + engine.settings.num_speculative_tokens
+
+
+def _raise_block_size(
+    pages: list[LayerPage | None], engine: Resolved, said: list[str]
+) -> list[LayerPage | None]:
+    """Raise attention blocks until one holds a state, then pad the states to it (KV_SIZING_RULES 7)."""
+    states = [page for page in pages if page and page.kind is LayerKind.STATE]
+    attention = [page for page in pages if page and page.kind is not LayerKind.STATE]
+    if not states or not attention:
+        return pages
+    largest = max(page.page_bytes for page in states)
+    align = max(STATE_ALIGNMENT, engine.block_size)
+    per_token = max(page.page_bytes // page.block_size for page in attention)
+    block = align * -(-largest // (align * per_token))
+    if block != engine.block_size:
+        said.append(f"block size raised to {block:,} so that a block holds a layer's state")
+    return [
+        None
+        if page is None
+        else replace(page, block_size=block, page_bytes=block * per_token)
+        if page.kind is LayerKind.STATE
+        else replace(page, block_size=block, page_bytes=block * (page.page_bytes // page.block_size))
+        for page in pages
+    ]
+
+
+def _unify_pages(pages: list[LayerPage | None], engine: Resolved) -> list[LayerPage | None]:
+    """Give layers of different kinds one page size: smaller pages take more tokens, or are padded."""
+    real = [page for page in pages if page]
+    if len({(page.kind, page.window) for page in real}) == 1:
+        return pages  # one kind: one group, whose block is the sum of its layers' pages
+    largest = max(page.page_bytes for page in real)
+    if all(page.page_bytes == largest for page in real):
+        return pages
+    if engine.settings.kv_cache_layout == "BLNHC":
+        raise InputError(
+            "--kv-cache-layout BLNHC with layers of different page sizes is not modelled; use LBNHC."
+        )
+    return [
+        page
+        if page is None or page.page_bytes == largest
+        else replace(page, block_size=page.block_size * (largest // page.page_bytes), page_bytes=largest)
+        if largest % page.page_bytes == 0
+        else replace(page, page_bytes=largest)
+        for page in pages
+    ]
+
+
+def _group_layers(pages: Sequence[LayerPage | None]) -> list[list[int]]:
+    """Layer indices of each group: buckets of equal pages, cut to the size of the rarest (KV_SIZING 5)."""
+    real = [(i, page) for i, page in enumerate(pages) if page]
+    if len({(page.kind, page.window) for _, page in real}) == 1:
+        return [[i for i, _ in real]]
+    buckets: dict[LayerPage, list[int]] = {}
+    for i, page in real:
+        buckets.setdefault(page, []).append(i)
+    smallest, largest = min(map(len, buckets.values())), max(map(len, buckets.values()))
+    size = largest if largest < 1.5 * smallest else smallest
+    groups = []
+    for indices in buckets.values():
+        count = -(-len(indices) // size)
+        groups += [indices[i::count] for i in range(count)]
+    return groups
+
+
+def _exact_state(layers: Sequence[Layer], engine: Resolved) -> tuple[int, int]:
+    """(bytes a token adds for good, bytes a request keeps whatever its length) on one rank."""
+    slope = fixed = 0
+    for layer in layers:
+        match layer.kind:
+            case LayerKind.FULL | LayerKind.MLA:
+                slope += token_bytes(layer, engine)
+            case LayerKind.SLIDING | LayerKind.CHUNKED:
+                if engine.hybrid_kv_cache_manager:
+                    fixed += layer.window * token_bytes(layer, engine)
+                else:
+                    slope += token_bytes(layer, engine)
+            case LayerKind.STATE:
+                fixed += state_bytes(layer, engine)
+    return slope, fixed
