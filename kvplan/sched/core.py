@@ -83,21 +83,22 @@ _SUMS = (
 )  # fmt: skip
 COUNT = np.dtype([(n, np.int64) for n in _COUNTS.split()] + [(n, np.float64) for n in _SUMS.split()])
 
+# Constants are numpy integers: numba compiles a function anew for each literal argument it is called with.
 # Request status.
-PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT = range(8)
+PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT = np.arange(8, dtype=np.int32)
 
 # Rows of `lists`. A batch in flight has four rows; two batches can be in flight.
-RUNNING, SPARE, NEW, RESUMED, PREEMPTED, FINISHED, FIRST, SKIPPED, BATCH = range(9)
-B_SLOT, B_REQUEST, B_TOKENS, B_SAMPLED = range(4)
-N_LISTS = BATCH + 8
+RUNNING, SPARE, NEW, RESUMED, PREEMPTED, FINISHED, FIRST, SKIPPED, BATCH = np.arange(9)
+B_SLOT, B_REQUEST, B_TOKENS, B_SAMPLED = np.arange(4)
+N_LISTS = int(BATCH) + 8
 
 # Why `run` returned.
 STEPS_DONE, ALL_DONE, LOG_FULL = range(3)
 
-# Columns of a step row (int64); times are in `row_times`.
+# Columns of a step row.
 STEP_COLUMNS = (
-    "step running waiting used_blocks cached_blocks shared_blocks table_blocks live_tokens scheduled_tokens "
-    "preempted finished"
+    "start_s end_s step running waiting used_blocks cached_blocks shared_blocks table_blocks live_tokens scheduled_tokens "
+    "preemptions finished"
 ).split()  # fmt: skip
 # Columns of a decision row: scalars, then the ends of its lists in `items`.
 DECISION_SCALARS = (
@@ -108,7 +109,7 @@ DECISION_LISTS = (
     "sched_req sched_tok new resumed preempted running waiting_head alloc_block_ids finished first_token free_head8"
 ).split()  # fmt: skip
 
-N_SCALARS = len(DECISION_SCALARS)
+N_SCALARS = np.int64(len(DECISION_SCALARS))
 ITL_BUCKETS = 2560
 ITL_FLOOR_S = 1e-6
 ITL_RATIO = 1.01
@@ -170,8 +171,7 @@ class State(NamedTuple):
     keys: Any  # int32: stored keys of all requests
     first_block: Any  # int32[keys]: oldest block with that content, -1 = none
     itl: Any  # int64[ITL_BUCKETS]
-    rows: Any  # int64[capacity, STEP_COLUMNS]
-    row_times: Any  # float64[capacity, 2]: start and end of the step
+    rows: Any  # float64[capacity, STEP_COLUMNS]
     decisions: Any  # int64[capacity, scalars + lists]
     items: Any  # int32: the lists of the decisions
 
@@ -257,7 +257,7 @@ def touch(S, b):
 def release(S, R, s):
     """Free a slot's blocks, tail first: unhashed ones to the front, hashed ones to the end [6.2]."""
     c = S.count[0]
-    sentinel = S.block.shape[0] - 1
+    sentinel = np.int32(S.block.shape[0] - 1)
     front = sentinel
     held = S.slot[s].held
     for k in range(held - 1, -1, -1):
@@ -382,19 +382,29 @@ def heap_pop(S):
 
 
 @compiled
-def enqueue(S, R, r, front):
-    """Append an arrival; a preempted request goes to the head (FCFS) or to its place (priority) [4.4]."""
+def enqueue(S, R, r):
+    """An arrival joins the queue at its end, or a heap at its place."""
     c = S.count[0]
     S.request[r].status = WAITING
     c.n_waiting += 1
     if R.priority:
         heap_push(S, r)
-    elif front:
-        c.head -= 1  # always room: each running request was taken from the head
-        S.waiting[c.head] = r
     else:
         S.waiting[c.tail] = r
         c.tail += 1
+
+
+@compiled
+def requeue(S, R, r):
+    """A preempted request goes back to the head (FCFS) or to its place (priority) [4.4]."""
+    c = S.count[0]
+    S.request[r].status = WAITING
+    c.n_waiting += 1
+    if R.priority:
+        heap_push(S, r)
+    else:
+        c.head -= 1  # always room: each running request was taken from the head
+        S.waiting[c.head] = r
 
 
 @compiled
@@ -487,7 +497,7 @@ def preempt(S, R, v):
     c.preemptions += 1
     S.lists[PREEMPTED, c.preempted] = r
     c.preempted += 1
-    enqueue(S, R, r, True)
+    requeue(S, R, r)
     vacate(S, s)
 
 
@@ -506,7 +516,7 @@ def admit(S, R, r, hits, blocks, n):
     slot.computed = hits * R.block_size
     slot.cached = hits
     slot.flight = 0
-    slot.grown = 0
+    slot.grown = blocks
     slot.last_token_s = row.last_token_s
     for k in range(hits):
         b = S.first_block[key_of(S, r, k)]
@@ -649,32 +659,44 @@ def close_batch(S, R, batch, size):
     """Advance the members; note who samples a token, and the work that the clock will price."""
     c = S.count[0]
     at = BATCH + 4 * batch
-    c.batch = size
-    c.sampled = 0
-    c.kv_decode = c.pairs = c.context = c.prefill = c.decode_rows = 0.0
-    S.lists[at + B_SLOT, R.max_num_seqs] = size
+    members = S.lists[at + B_SLOT]
+    requests = S.lists[at + B_REQUEST]
+    tokens = S.lists[at + B_TOKENS]
+    samples = S.lists[at + B_SAMPLED]
+    members[R.max_num_seqs] = size
+    # Sums are kept in locals: the compiler cannot know that the counters are not part of a slot.
+    n_sampled = n_decode = total = kv_decode = prefill = context = np.int64(0)
+    pairs = 0.0
     for j in range(size):
-        s = S.lists[at + B_SLOT, j]
-        slot = S.slot[s]
+        slot = S.slot[members[j]]
         n = slot.tokens
+        before = slot.computed
         if n == 1:
-            c.kv_decode += slot.computed + 1
-            c.decode_rows += 1
+            kv_decode += before + 1
+            n_decode += 1
         else:
-            c.pairs += float(n) * slot.computed + 0.5 * n * (n + 1.0)
-            c.context += slot.computed
-            c.prefill += n
-        slot.computed += n
+            pairs += float(n) * before + 0.5 * n * (n + 1.0)
+            context += before
+            prefill += n
+        total += n
+        slot.computed = before + n
         slot.tokens = 0
-        c.live_tokens += n
-        c.scheduled += n
-        sampled = slot.computed == slot.length + slot.flight
+        sampled = before + n == slot.length + slot.flight
         if sampled:
-            c.sampled += 1
             slot.flight += 1
-        S.lists[at + B_REQUEST, j] = slot.request
-        S.lists[at + B_TOKENS, j] = n
-        S.lists[at + B_SAMPLED, j] = sampled
+            n_sampled += 1
+        requests[j] = slot.request
+        tokens[j] = n
+        samples[j] = sampled
+    c.batch = size
+    c.sampled = n_sampled
+    c.decode_rows = n_decode
+    c.kv_decode = kv_decode
+    c.pairs = pairs
+    c.context = context
+    c.prefill = prefill
+    c.live_tokens += total
+    c.scheduled += total
 
 
 @compiled
@@ -701,48 +723,61 @@ def note_itl(S, gap_s, times):
 
 
 @compiled
+def deliver_late(S, r):
+    """The output of a victim that was in flight: it may even end the request while it waits [1.3]."""
+    c = S.count[0]
+    row = S.request[r]
+    if row.status != WAITING or row.flight == 0:  # cancelled or timed out meanwhile
+        return
+    row.flight -= 1
+    row.outputs += 1
+    if row.outputs == 1:
+        row.first_token_s = c.now
+        S.lists[FIRST, c.first] = r
+        c.first += 1
+    else:
+        note_itl(S, c.now - row.last_token_s, np.int64(1))
+    row.last_token_s = c.now
+    if row.prompt + row.outputs >= row.stop:
+        c.n_waiting -= 1
+        S.lists[FINISHED, c.finished] = r
+        c.finished += 1
+        finish(S, r, DONE)
+
+
+@compiled
 def deliver(S, R, batch):
     """Append the batch's sampled tokens at time `now`; requests that are complete leave [7.1]."""
     c = S.count[0]
     at = BATCH + 4 * batch
-    size = S.lists[at + B_SLOT, R.max_num_seqs]
-    steady = 0  # rows whose last token came with the last delivery share one gap
-    for j in range(size):
-        if not S.lists[at + B_SAMPLED, j]:
+    members = S.lists[at + B_SLOT]
+    requests = S.lists[at + B_REQUEST]
+    samples = S.lists[at + B_SAMPLED]
+    now = c.now
+    last_delivery = c.last_delivery
+    cache_now = R.asynchronous and R.prefix_caching
+    steady = np.int64(0)  # rows whose last token came with the last delivery share one gap
+    for j in range(members[R.max_num_seqs]):
+        if samples[j] == 0:
             continue
-        s = S.lists[at + B_SLOT, j]
-        r = S.lists[at + B_REQUEST, j]
+        s = members[j]
+        r = requests[j]
         slot = S.slot[s]
-        if slot.request != r:  # preempted, cancelled or timed out while its output was in flight [1.3]
-            row = S.request[r]
-            if row.status == WAITING and row.flight > 0:
-                row.flight -= 1
-                row.outputs += 1
-                if row.outputs == 1:
-                    row.first_token_s = c.now
-                    S.lists[FIRST, c.first] = r
-                    c.first += 1
-                else:
-                    note_itl(S, c.now - row.last_token_s, 1)
-                row.last_token_s = c.now
-                if row.prompt + row.outputs >= row.stop:
-                    c.n_waiting -= 1
-                    S.lists[FINISHED, c.finished] = r
-                    c.finished += 1
-                    finish(S, r, DONE)
+        if slot.request != r:
+            deliver_late(S, r)
             continue
+        if slot.last_token_s == last_delivery:
+            steady += 1
+        elif slot.length > slot.prompt:
+            note_itl(S, now - slot.last_token_s, np.int64(1))
         if slot.length == slot.prompt:
-            S.request[r].first_token_s = c.now
+            S.request[r].first_token_s = now
             S.lists[FIRST, c.first] = r
             c.first += 1
-        elif slot.last_token_s == c.last_delivery:
-            steady += 1
-        else:
-            note_itl(S, c.now - slot.last_token_s, 1)
         slot.length += 1
         slot.flight -= 1
-        slot.last_token_s = c.now
-        if R.asynchronous and R.prefix_caching:  # before the end of the request is looked at [1.3]
+        slot.last_token_s = now
+        if cache_now:  # before the end of the request is looked at [1.3]
             full = (slot.computed - slot.flight) // R.block_size
             if full > slot.cached:
                 remember_full(S, R, s, full)
@@ -754,8 +789,8 @@ def deliver(S, R, batch):
             c.finished += 1
             finish(S, r, DONE)
     if steady > 0:
-        note_itl(S, c.now - c.last_delivery, steady)
-    c.last_delivery = c.now
+        note_itl(S, now - last_delivery, steady)
+    c.last_delivery = now
     if c.finished > 0:
         compact_running(S)
 
@@ -783,7 +818,7 @@ def arrive(S, R):
     while c.next < n and S.request[c.next].arrival_s <= c.now:
         if R.max_concurrency > 0 and c.live >= R.max_concurrency:
             break
-        r = c.next
+        r = np.int32(c.next)
         c.next += 1
         row = S.request[r]
         row.arrived_s = row.arrival_s
@@ -797,7 +832,7 @@ def arrive(S, R):
             finish(S, r, NO_ROOM)
             c.rejected += 1
         else:
-            enqueue(S, R, r, False)
+            enqueue(S, R, r)
             c.next_expiry = min(c.next_expiry, row.arrived_s + row.patience_s)
         if c.next == n:
             c.queue_at_last = c.n_waiting
@@ -903,14 +938,14 @@ def put_list(S, column, row, size):
 
 
 @compiled
-def put_table(S, request, whole):
-    """Block ids of a batch member: its whole table, or those it got in this step."""
+def put_table(S, request):
+    """Block ids a batch member got in this step (its whole table when it was admitted)."""
     c = S.count[0]
     for i in range(c.running):
         s = S.lists[RUNNING, i]
         if S.slot[s].request == request:
             held = S.slot[s].held
-            for k in range(0 if whole else held - S.slot[s].grown, held):
+            for k in range(held - S.slot[s].grown, held):
                 put(S, S.table[s, k])
             S.slot[s].grown = 0
 
@@ -922,7 +957,7 @@ def put_waiting_head(S, R):
     shown = 0
     above = -1
     while shown < 4:
-        best = -1
+        best = np.int32(-1)
         for p in range(0 if R.priority else c.head, c.tail):
             r = S.waiting[p]
             if S.request[r].status != WAITING:
@@ -967,11 +1002,11 @@ def record_schedule(S, R, batch):
     put_waiting_head(S, R)
     row[first + 6] = c.items
     for j in range(c.new):
-        put_table(S, S.lists[NEW, j], True)
+        put_table(S, S.lists[NEW, j])
     for j in range(c.batch - c.new - c.resumed):  # the running ones stand before those admitted
-        put_table(S, S.lists[at + B_REQUEST, j], False)
+        put_table(S, S.lists[at + B_REQUEST, j])
     for j in range(c.resumed):
-        put_table(S, S.lists[RESUMED, j], True)
+        put_table(S, S.lists[RESUMED, j])
     row[first + 7] = c.items
 
 
@@ -983,7 +1018,7 @@ def record_delivery(S):
     row[4] = c.free
     put_list(S, N_SCALARS + 8, FINISHED, c.finished)
     put_list(S, N_SCALARS + 9, FIRST, c.first)
-    b = S.block.shape[0] - 1
+    b = np.int32(S.block.shape[0] - 1)
     for _ in range(min(8, c.free)):
         b = S.block[b].next
         put(S, b)
@@ -995,17 +1030,17 @@ def log_step(S, R, start_s, tokens):
     """A row a step for the timeline: the pool and the queue as they stood while the step ran."""
     c = S.count[0]
     row = S.rows[c.rows]
-    row[0] = c.step
-    row[1] = c.running
-    row[2] = c.n_waiting
-    row[3] = R.num_blocks - 1 - c.free
-    row[4] = c.cached_idle
-    row[5] = c.shared
-    row[6] = c.table_blocks
-    row[7] = c.live_tokens
-    row[8] = tokens
-    row[9] = c.preempted
-    S.row_times[c.rows, 0] = start_s
+    row[0] = start_s
+    row[2] = c.step
+    row[3] = c.running
+    row[4] = c.n_waiting
+    row[5] = R.num_blocks - 1 - c.free
+    row[6] = c.cached_idle
+    row[7] = c.shared
+    row[8] = c.table_blocks
+    row[9] = c.live_tokens
+    row[10] = tokens
+    row[11] = c.preemptions
     c.peak_running = max(c.peak_running, c.running)
     c.peak_used = max(c.peak_used, R.num_blocks - 1 - c.free)
 
@@ -1089,8 +1124,8 @@ def run(S, R, K, max_steps):
                 deliver(S, R, c.oldest)
                 c.oldest = (c.oldest + 1) % 2
                 c.flights -= 1
-        S.rows[c.rows, 10] = c.finished
-        S.row_times[c.rows, 1] = c.now
+        S.rows[c.rows, 1] = c.now
+        S.rows[c.rows, 12] = c.finished
         if R.record:
             record_delivery(S)
         c.rows += 1

@@ -27,8 +27,7 @@ class Run:
     clock: Clock
     requests: Any
     count: dict[str, float]  # the core's counters at the end
-    rows: Any  # int64[steps, STEP_COLUMNS]
-    row_times: Any  # float64[steps, 2]: start and end in seconds
+    rows: Any  # float64[steps, STEP_COLUMNS]
     row_stride: int  # 1 = every step is in `rows`
     itl: Any  # int64[ITL_BUCKETS]: gaps between tokens, bucket k holds [1e-6 * 1.01^k, 1e-6 * 1.01^(k+1))
     decisions: Any  # int64[steps, ...] when recorded, else no rows
@@ -138,10 +137,9 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
         keys=keys.stored,
         first_block=np.full(max(keys.count, 1), -1, np.int32),
         itl=np.zeros(core.ITL_BUCKETS, np.int64),
-        rows=np.zeros((capacity, len(core.STEP_COLUMNS)), np.int64),
-        row_times=np.zeros((capacity, 2)),
+        rows=np.zeros((capacity, len(core.STEP_COLUMNS))),
         decisions=np.zeros(
-            (capacity if rules.record else 1, core.N_SCALARS + len(core.DECISION_LISTS)), np.int64
+            (capacity if rules.record else 1, int(core.N_SCALARS) + len(core.DECISION_LISTS)), np.int64
         ),
         items=np.zeros(2 * worst + 65536 if rules.record else 1, np.int32),
     )
@@ -173,7 +171,6 @@ def simulate(
         reserve = np.zeros(len(trace), np.int64)
     state = build_state(trace, rules, keys, reserve)
     rows: list[Any] = []
-    times: list[Any] = []
     decisions: list[Any] = []
     items: list[Any] = []
     kept, stride, n_items = 0, 1, 0
@@ -187,10 +184,9 @@ def simulate(
         used = int(c.rows)
         first = (-int(c.step) + used - 1) % stride if stride > 1 else 0
         rows.append(state.rows[first:used:stride].copy())
-        times.append(state.row_times[first:used:stride].copy())
         kept += len(rows[-1])
         if kept > MAX_TIMELINE_ROWS and not rules.record:
-            rows, times = [np.concatenate(rows)[::2]], [np.concatenate(times)[::2]]
+            rows = [np.concatenate(rows)[::2]]
             kept, stride = len(rows[0]), stride * 2
         if rules.record:
             chunk = state.decisions[:used].copy()
@@ -211,7 +207,6 @@ def simulate(
         requests=state.request,
         count={name: final[name].item() for name in core.COUNT.names or ()},
         rows=np.concatenate(rows),
-        row_times=np.concatenate(times),
         row_stride=stride,
         itl=state.itl,
         decisions=np.concatenate(decisions) if decisions else state.decisions[:0],
