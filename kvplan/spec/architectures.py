@@ -41,6 +41,8 @@ class Architecture:
     rotary: bool = True
     ssm_dtype: str = ""  # of the Mamba state when the config is silent; "" = the model's dtype
     mtp_layers: int = 0  # in the file although the config does not say
+    mtp_in_file: bool = True
+    mtp_own_embedding: bool = False  # the file repeats embedding and head for the MTP layer
     defaults: Mapping[str, Any] = field(default_factory=dict)  # class defaults, by name in fields.NAMES
 
 
@@ -90,7 +92,11 @@ GDN = Architecture(
 )  # fmt: skip
 MLA = Architecture(layout="mla", router_bias="score")
 GLM4_MOE = Architecture(
-    qkv_bias="attention_bias", qk_norm="head", qk_norm_key="use_qk_norm", router_bias="score"
+    qkv_bias="attention_bias",
+    qk_norm="head",
+    qk_norm_key="use_qk_norm",
+    router_bias="score",
+    mtp_own_embedding=True,
 )
 OPT = Architecture(
     tied=True, gated=False, qkv_bias=True, o_bias=True, mlp_bias=True, norm_bias=True,
@@ -155,10 +161,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"sliding_window": 128, "head_dim": 64},
     ),
     "DeepseekV2ForCausalLM": replace(MLA, router_bias=""),
-    "DeepseekV3ForCausalLM": MLA,
-    "DeepseekV32ForCausalLM": MLA,
+    "DeepseekV3ForCausalLM": replace(MLA, mtp_own_embedding=True),
+    "DeepseekV32ForCausalLM": replace(MLA, mtp_own_embedding=True),
     "GlmMoeDsaForCausalLM": MLA,
-    "Glm4MoeLiteForCausalLM": MLA,
+    "Glm4MoeLiteForCausalLM": replace(MLA, mtp_own_embedding=True),
     "KimiK25ForConditionalGeneration": MLA,
     "KimiK3ForConditionalGeneration": replace(MLA, layout="kimi_linear"),
     "KimiLinearForCausalLM": replace(MLA, layout="kimi_linear"),
@@ -166,10 +172,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Glm4vMoeForConditionalGeneration": replace(GLM4_MOE, qkv_bias="attention_bias"),
     "MiniMaxM1ForCausalLM": Architecture(layout="minimax_m1"),
     "MiniMaxText01ForCausalLM": Architecture(layout="minimax_m1"),
-    "MiniMaxM2ForCausalLM": Architecture(qk_norm="all", router_bias="score"),
-    "MiniMaxM3ForCausalLM": Architecture(layout="minimax_m3", qk_norm="head", router_bias="score"),
-    "MiMoV2FlashForCausalLM": Architecture(layout="mimo", router_bias="score"),
-    "Step3p7FlashForCausalLM": Architecture(layout="layer_types"),
+    "MiniMaxM2ForCausalLM": Architecture(qk_norm="all", router_bias="score", mtp_in_file=False),
+    "MiniMaxM3ForCausalLM": Architecture(
+        layout="minimax_m3", qk_norm="head", router_bias="score", mtp_in_file=False
+    ),
+    "MiMoV2FlashForCausalLM": Architecture(layout="mimo", router_bias="score", mtp_in_file=False),
+    "Step3p7FlashForCausalLM": Architecture(layout="layer_types", mtp_in_file=False),
     "DeciLMForCausalLM": Architecture(layout="deci"),
     "NemotronHForCausalLM": Architecture(
         layout="nemotron_h", gated=False, norms=1, router_bias="score", ssm_dtype="float32", rotary=False,

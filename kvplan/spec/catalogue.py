@@ -7,7 +7,6 @@ import json
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,6 @@ class ModelEntry:
         """Build the model. Raises InputError when its architecture cannot be laid out."""
         config = dict(self.config)
         config["vision_parameters"] = self.vision_parameters
-        config["published_parameters"] = self.published_parameters
         spec = model_from_config(config, self.id, self.id)
         return replace(
             spec,
@@ -76,7 +74,7 @@ class ModelEntry:
 
 
 def _data(name: str) -> Any:
-    return json.loads(resources.files("kvplan.spec").joinpath("data", name).read_text(encoding="utf-8"))
+    return json.loads((Path(__file__).parent / "data" / name).read_text(encoding="utf-8"))
 
 
 @cache

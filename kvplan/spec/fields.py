@@ -22,6 +22,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "decoder_ffn_dim",
         "ffn_config.ffn_hidden_size",
     ),
+    "dense_intermediate_size": ("dense_intermediate_size", "intermediate_size_mlp"),
+    "moe_latent_size": ("moe_latent_size", "routed_expert_hidden_size"),
     "vocab_size": ("vocab_size", "padded_vocab_size"),
     # Engines take model_max_length where a config has it (Command R says 8192 and means 131072).
     "max_position_embeddings": (
@@ -55,6 +57,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 # Above these a config is not a model but a mistake (or an attack on our memory).
 LARGEST: dict[str, int] = {"num_hidden_layers": 10_000}
 LARGEST_OTHER = 1 << 31
+
+Int = int  # the method `Fields.int` hides the type inside the class
 
 
 class Fields:
@@ -92,7 +96,7 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.raw(key)[1] is not None
 
-    def int(self, key: str, otherwise: int | None = None) -> int:
+    def int(self, key: str, otherwise: Int | None = None) -> Int:
         """A whole number > 0, or ``otherwise`` when the key is absent or null."""
         value = self._whole(key, 1)
         if value is None:
@@ -101,7 +105,7 @@ class Fields:
             return otherwise
         return value
 
-    def optional_int(self, key: str) -> int:
+    def optional_int(self, key: str) -> Int:
         """A whole number >= 0; 0 when absent."""
         return self._whole(key, 0) or 0
 
@@ -121,7 +125,7 @@ class Fields:
             raise self.wrong(name, value, "a string")
         return value
 
-    def items(self, key: str, length: int | None = None) -> list[Any] | None:
+    def items(self, key: str, length: Int | None = None) -> list[Any] | None:
         """A list, of ``length`` items when given; None when absent."""
         name, value = self.raw(key)
         if value is None:
@@ -140,7 +144,7 @@ class Fields:
             raise self.wrong(name, value, "an object")
         return value
 
-    def _whole(self, key: str, least: int) -> int | None:
+    def _whole(self, key: str, least: Int) -> Int | None:
         name, value = self.raw(key)
         if value is None:
             return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from kvplan.spec.architectures import (
     REFUSED,
     Architecture,
 )
+from kvplan.spec.blueprint import tensors
 from kvplan.spec.fields import Fields
 from kvplan.spec.layouts import LAYOUTS
-from kvplan.spec.model import LayerKind, ModelSpec, MoE
+from kvplan.spec.model import LayerKind, ModelSpec, MoE, ParameterCount
 from kvplan.spec.quantization import read_quantization
+from kvplan.spec.tensor import Split, Tensor
 
 LARGEST_FILE_BYTES = 16 << 20
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -93,9 +97,45 @@ def model_from_config(config: Mapping[str, Any], name: str, source: str) -> Mode
     if assumed:
         listed = ", ".join(f"{key} {value}" for key, value in assumed.items())
         notes.insert(0, f"class defaults, absent in the config: {listed}")
-    from dataclasses import replace
+    weights = _weights(config, fields, arch, spec)
+    return replace(spec, tensors=weights, parameters=count_parameters(weights), assumptions=tuple(notes))
 
-    return replace(spec, assumptions=tuple(notes))
+
+def _weights(
+    config: Mapping[str, Any], fields: Fields, arch: Architecture, spec: ModelSpec
+) -> tuple[Tensor, ...]:
+    """Every weight; towers, and what no formula here counts, as one entry each."""
+    made = tensors(fields, arch, spec.layers, spec.moe, spec.tie_word_embeddings)
+    tower = config.get("vision_parameters") or sum(vision_parameters(config.get(part)) for part in TOWERS)
+    if tower:
+        made += (Tensor("vision", "vision tower", tower, stage="first"),)
+    rest = (config.get("uncounted_parameters")) or 0
+    if rest:
+        made += (Tensor("other", "not counted by shape", rest, split=Split.OUT),)
+    return made
+
+
+def vision_parameters(tower: Any) -> int:
+    """A vision transformer's size from its config: attention and MLP of its layers, within a few per cent.
+
+    Patch embedding, positions, norms and the projector are left out. 0 for anything else.
+    """
+    if not isinstance(tower, Mapping):
+        return 0
+    depth, hidden, width = (
+        next((v for k in names if isinstance(v := tower.get(k), int) and 0 < v < 1 << 20), 0)
+        for names in (("num_hidden_layers", "depth"), ("hidden_size",), ("intermediate_size",))
+    )
+    return depth * (4 * hidden * hidden + 2 * hidden * (width or 4 * hidden))
+
+
+def count_parameters(weights: tuple[Tensor, ...]) -> ParameterCount:
+    """Elements by class, as the checkpoint stores them."""
+    counts = {field.name: 0 for field in dataclass_fields(ParameterCount)}
+    for tensor in weights:
+        if not tensor.engine_only:
+            counts[tensor.part] += tensor.total
+    return ParameterCount(**counts)
 
 
 def _text_part(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], bool]:

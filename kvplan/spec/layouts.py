@@ -158,7 +158,8 @@ def gated_delta_state(fields: Fields, arch: Architecture) -> StateShape:
 def mamba2_state(fields: Fields, arch: Architecture) -> StateShape:
     heads, dim, groups = (fields.int(k) for k in ("mamba_num_heads", "mamba_head_dim", "mamba_groups"))
     size, columns = fields.int("mamba_state_size"), fields.int("mamba_conv_kernel") - 1
-    return _state(fields, arch, heads * dim * size, (heads * dim + 2 * groups * size) * columns, columns)
+    state = _state(fields, arch, heads * dim * size, (heads * dim + 2 * groups * size) * columns, columns)
+    return replace(state, groups=groups, group_elements=2 * size * columns)
 
 
 def mamba1_state(fields: Fields, arch: Architecture) -> StateShape:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvplan.spec.tensor import Tensor
+
 
 class LayerKind(StrEnum):
     """What one decoder layer keeps for a request."""
@@ -132,6 +134,7 @@ class ModelSpec:
     mtp_layers: int = 0
     quantization: Quantization | None = None
     parameters: ParameterCount | None = None  # None when only the bare formula was asked for
+    tensors: tuple[Tensor, ...] = ()  # every weight; empty when only the bare formula was asked for
     multimodal: bool = False
     source: str = ""
     assumptions: tuple[str, ...] = ()

@@ -83,6 +83,39 @@ RAW: dict[str, str] = {
     "stepfun-ai/Step-3.7-Flash": "stepfun-ai--Step-3.7-Flash.json",
     "llava-hf/llava-1.5-7b-hf": "mlc-preset--llava.json",
 }
+# Keys that the facts leave out: from the raw config of the same model, or known of its published config
+# (each is confirmed by the parameter count, but rope_scaling, which only sizes a table).
+YARN = {"rope_type": "deepseek_yarn", "factor": 40}
+MISSING_KEYS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": {"intermediate_size_mlp": 16384},
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": {"intermediate_size_mlp": 16384},
+    "MiniMaxAI/MiniMax-M3": {"dense_intermediate_size": 12288},
+    "XiaomiMiMo/MiMo-V2-Flash": {"first_k_dense_replace": 1},
+    "moonshotai/Kimi-K3": {"routed_expert_hidden_size": 3584},
+    "google/gemma-4-E2B-it": {"use_double_wide_mlp": True},
+    "zai-org/GLM-4.5": {"attention_bias": True, "use_qk_norm": True},
+    "zai-org/GLM-4.6": {"attention_bias": True, "use_qk_norm": True},
+    "zai-org/GLM-4.5-Air": {"attention_bias": True},
+    "CohereLabs/c4ai-command-r-plus": {"use_qk_norm": True},
+    "google/gemma-3-4b-it": {"rope_scaling": {"rope_type": "linear", "factor": 8}},
+    "google/gemma-3-12b-it": {"rope_scaling": {"rope_type": "linear", "factor": 8}},
+    "google/gemma-3-27b-it": {"rope_scaling": {"rope_type": "linear", "factor": 8}},
+    "deepseek-ai/DeepSeek-V2-Lite": {"rope_scaling": YARN},
+    "deepseek-ai/DeepSeek-V2": {"rope_scaling": YARN},
+    "deepseek-ai/DeepSeek-V3": {"rope_scaling": YARN},
+    "deepseek-ai/DeepSeek-R1": {"rope_scaling": YARN},
+    "deepseek-ai/DeepSeek-V3.2": {"rope_scaling": YARN},
+    "moonshotai/Kimi-K2-Instruct": {"rope_scaling": YARN},
+    "moonshotai/Kimi-K2.5": {"rope_scaling": YARN},
+    "moonshotai/Kimi-K2.6": {"rope_scaling": YARN},
+    "moonshotai/Kimi-K2.7-Code": {"rope_scaling": YARN},
+}
+# Towers and other parts that a row explains but does not count by shape.
+TOWERS = {
+    "google/gemma-3n-E4B-it": 983281504, "google/gemma-3n-E2B-it": 983281504,
+    "moonshotai/Kimi-K2.5": 471143920, "moonshotai/Kimi-K2.6": 471143920,
+    "moonshotai/Kimi-K2.7-Code": 471143920,
+}  # fmt: skip
 # Other names of the same shape. A pair names the quantisation that the name stands for.
 ALIASES: dict[str, list[str | list[str]]] = {
     "deepseek-ai/DeepSeek-R1": [
@@ -164,6 +197,7 @@ def shape(row: dict[str, Any], facts: Path) -> dict[str, Any]:
         }
     if row["architecture"] == "DeciLMForCausalLM":
         config["block_configs"] = deci_blocks(facts)
+    config.update(MISSING_KEYS.get(row["id"], {}))
     return config
 
 
@@ -192,8 +226,8 @@ def models(facts: Path) -> list[dict[str, Any]]:
             "id": row["id"],
             "config": shape(row, facts),
             "published_parameters": row["params_published"],
-            "vision_parameters": breakdown.get("vision", 0),
-            "extras_in_file": (row.get("counted_extras") or 0),
+            "vision_parameters": breakdown.get("vision") or TOWERS.get(row["id"], 0),
+            "extras_in_file": (row.get("counted_extras") or 0) if row["id"] not in TOWERS else 0,
             "grade": row.get("verified_grade"),
             "source": row["source_config"],
             "unverified": row.get("unchecked_fields") or [],

@@ -1,0 +1,398 @@
+"""Every weight of a model from its config: the shapes whose sum is the published parameter count.
+
+Shapes are the engine's fused ones (BUDGET.md section 2): qkv in one tensor, gate and up in one, all experts
+of a layer in two. Formulas are checked by the totals of the catalogue (tests/spec/test_parameters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from kvplan.spec.architectures import Architecture
+from kvplan.spec.fields import Fields
+from kvplan.spec.layouts import mamba1_inner, nemotron_blocks
+from kvplan.spec.model import Layer, LayerKind, MoE
+from kvplan.spec.tensor import Split, Tensor
+
+ATTENTION = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.SHARED)
+NOT_IN_LAYERS: tuple[int, ...] = ()
+
+
+def tensors(
+    fields: Fields, arch: Architecture, layers: Sequence[Layer], moe: MoE | None, tied: bool
+) -> tuple[Tensor, ...]:
+    """All weights of the text part; equal tensors of several layers are one entry.
+
+    Raises InputError when the config lacks a size.
+    """
+    counted: dict[Tensor, list[int]] = {}
+    for i, layer in enumerate(layers):
+        for tensor in _layer(fields, arch, layer, moe, i):
+            counted.setdefault(tensor, []).append(i)
+    inside = [replace(tensor, layers=tuple(of)) for tensor, of in counted.items()]
+    outside = [*_outside(fields, arch, tied), *_rotary(fields, arch, layers)]
+    return (*inside, *outside, *_mtp(fields, arch, layers, moe))
+
+
+def _vector(part: str, name: str, size: int, split: Split = Split.NONE) -> Tensor:
+    return Tensor(part, name, size, split=split)
+
+
+def _linear(part: str, name: str, out: int, in_: int, split: Split, bias: bool = False) -> Iterator[Tensor]:
+    yield Tensor(part, name, out, in_, split, quantised=True)
+    if bias:
+        yield _vector(part, name + ".bias", out, Split.OUT if split is Split.OUT else Split.NONE)
+
+
+def _says(fields: Fields, said: bool | str) -> bool:
+    return fields.flag(said) if isinstance(said, str) else said
+
+
+# ---- one layer --------------------------------------------------------------------------------------
+
+
+def _layer(fields: Fields, arch: Architecture, layer: Layer, moe: MoE | None, i: int) -> Iterator[Tensor]:
+    hidden = fields.int("hidden_size")
+    if arch.layout == "nemotron_h":
+        yield from _nemotron_block(fields, arch, layer, moe, nemotron_blocks(fields)[i])
+        return
+    if layer.kind in ATTENTION:
+        yield from _attention(fields, arch, layer)
+        if layer.index_dim:  # sparse attention over K and V (MiniMax-M3)
+            yield from _linear(
+                "attention_replicated", "self_attn.indexer", layer.index_dim, hidden, Split.NONE
+            )
+    elif layer.kind is LayerKind.MLA:
+        yield from _latent_attention(fields, layer)
+    elif layer.kind is LayerKind.STATE:
+        yield from _state(fields, arch, layer)
+    norms = arch.norms
+    if arch.layout == "falcon":
+        norms = 2 if fields.flag("new_decoder_architecture") else 1
+    if arch.layout == "deci":
+        norms = (layer.kind is not LayerKind.NONE) + (_dense_width(fields, arch, i) > 0)
+    yield _vector("norms", "norms", norms * hidden * (2 if arch.norm_bias else 1))
+    yield from _feed_forward(fields, arch, moe, i)
+    if arch.layout == "gemma4":
+        yield from _gemma_extras(fields, arch, moe)
+
+
+def _attention(fields: Fields, arch: Architecture, layer: Layer) -> Iterator[Tensor]:
+    hidden = fields.int("hidden_size")
+    q = layer.heads * layer.head_dim * (2 if arch.output_gate else 1)
+    # Gemma 4's full layers use K as V and store no v_proj; the engine makes the copy all the same.
+    same_kv = (
+        fields.flag("attention_k_eq_v") and layer.kind is LayerKind.FULL and fields.has("global_head_dim")
+    )
+    kv = layer.kv_heads * (layer.head_dim + layer.v_head_dim)
+    stored = layer.kv_heads * layer.head_dim if same_kv else kv
+    qkv = Tensor("attention", "self_attn.qkv_proj", q + stored, hidden, Split.OUT, kv_heads=layer.kv_heads,
+                 kv_out=stored, quantised=True)  # fmt: skip
+    yield qkv
+    if same_kv:
+        yield Tensor("attention", "self_attn.v_copy", kv - stored, hidden, Split.OUT, kv_heads=layer.kv_heads,
+                     kv_out=kv - stored, quantised=True, engine_only=True)  # fmt: skip
+    if _says(fields, arch.qkv_bias):
+        yield replace(qkv, name="self_attn.qkv_proj.bias", in_=1, quantised=False)
+    yield from _linear("attention", "self_attn.o_proj", hidden, layer.heads * layer.v_head_dim, Split.IN,
+                       _says(fields, arch.o_bias))  # fmt: skip
+    if arch.qk_norm and (not arch.qk_norm_key or fields.flag(arch.qk_norm_key)):
+        per_head = {"head": 2, "gemma4": 2, "heads": layer.heads + layer.kv_heads}
+        if arch.qk_norm == "all":
+            size = (layer.heads + layer.kv_heads) * layer.head_dim
+        else:
+            size = per_head[arch.qk_norm] * layer.head_dim
+        yield _vector("attention", "self_attn.qk_norm", size)
+    if fields.text("model_type") == "gpt_oss":
+        yield _vector("attention", "self_attn.sinks", layer.heads)
+
+
+def _latent_attention(fields: Fields, layer: Layer) -> Iterator[Tensor]:
+    hidden, heads, latent = fields.int("hidden_size"), layer.heads, layer.latent_dim
+    nope = layer.head_dim - layer.rope_dim
+    q_rank = fields.optional_int("q_lora_rank")
+    q_in = q_rank or hidden
+    if q_rank:
+        yield from _linear("attention_replicated", "self_attn.q_a_proj", q_rank, hidden, Split.NONE)
+        yield _vector("attention_replicated", "self_attn.q_a_layernorm", q_rank)
+    yield from _linear("attention", "self_attn.q_b_proj", heads * layer.head_dim, q_in, Split.OUT)
+    yield from _linear(
+        "attention_replicated", "self_attn.kv_a_proj", latent + layer.rope_dim, hidden, Split.NONE
+    )
+    yield _vector("attention_replicated", "self_attn.kv_a_layernorm", latent)
+    yield from _linear(
+        "attention", "self_attn.kv_b_proj", heads * (nope + layer.v_head_dim), latent, Split.OUT
+    )
+    yield from _linear("attention", "self_attn.o_proj", hidden, heads * layer.v_head_dim, Split.IN)
+    # The absorbed forms that decode multiplies with, kept beside kv_b in 16 bit.
+    yield Tensor("attention", "absorbed kv_b", heads * (nope + layer.v_head_dim), latent, Split.OUT,
+                 engine_only=True)  # fmt: skip
+    if layer.index_dim:
+        index_heads = fields.int("index_n_heads")
+        yield from _linear("attention_replicated", "self_attn.indexer.wq_b", index_heads * layer.index_dim,
+                           q_in, Split.NONE)  # fmt: skip
+        yield from _linear(
+            "attention_replicated", "self_attn.indexer.wk", layer.index_dim, hidden, Split.NONE
+        )
+        yield _vector("attention_replicated", "self_attn.indexer.k_norm", 2 * layer.index_dim)
+        yield Tensor("attention_replicated", "self_attn.indexer.weights_proj", index_heads, hidden)
+
+
+def _state(fields: Fields, arch: Architecture, layer: Layer) -> Iterator[Tensor]:
+    hidden = fields.int("hidden_size")
+    if arch.layout == "minimax_m1":
+        width = layer.heads * layer.head_dim
+        yield from _linear("state", "self_attn.qkv_proj", 3 * width, hidden, Split.OUT)
+        yield from _linear("state", "self_attn.output_gate", width, hidden, Split.OUT)
+        yield from _linear("state", "self_attn.out_proj", hidden, width, Split.IN)
+        yield _vector("state", "self_attn.norm", width, Split.OUT)
+    elif arch.layout == "kimi_linear":
+        width = layer.heads * layer.head_dim
+        yield from _linear("state", "self_attn.qkv_proj", 3 * width, hidden, Split.OUT)
+        yield from _linear("state", "self_attn.gates", 2 * width, hidden, Split.OUT)
+        yield from _linear("state", "self_attn.o_proj", hidden, width, Split.IN)
+    elif fields.has("linear_num_value_heads"):
+        yield from _gated_delta(fields, hidden)
+    elif arch.layout in ("mamba", "jamba"):
+        yield from _mamba1(fields, hidden, norms=arch.layout == "jamba")
+    else:
+        yield from _mamba2(fields, hidden)
+
+
+def _gated_delta(fields: Fields, hidden: int) -> Iterator[Tensor]:
+    heads, dim = fields.int("linear_num_value_heads"), fields.int("linear_value_head_dim")
+    key = fields.int("linear_num_key_heads") * fields.int("linear_key_head_dim")
+    value = heads * dim
+    yield from _linear("state", "linear_attn.in_proj_qkvz", 2 * key + 2 * value, hidden, Split.OUT)
+    yield Tensor("state", "linear_attn.in_proj_ba", 2 * heads, hidden, Split.OUT)
+    kernel = fields.int("linear_conv_kernel_dim")
+    yield Tensor("state", "linear_attn.conv1d", 2 * key + value, kernel, Split.OUT)
+    yield _vector("state", "linear_attn.A_log, dt_bias", 2 * heads, Split.OUT)
+    yield _vector("state", "linear_attn.norm", dim)
+    yield from _linear("state", "linear_attn.out_proj", hidden, value, Split.IN)
+
+
+def _mamba2(fields: Fields, hidden: int) -> Iterator[Tensor]:
+    heads, groups = fields.int("mamba_num_heads"), fields.int("mamba_groups")
+    inner = heads * fields.int("mamba_head_dim")
+    conv = inner + 2 * groups * fields.int("mamba_state_size")
+    yield from _linear("state", "mamba.in_proj", inner + conv + heads, hidden, Split.OUT)
+    yield Tensor("state", "mamba.conv1d", conv, fields.int("mamba_conv_kernel") + 1, Split.OUT)  # with bias
+    yield _vector("state", "mamba.A, D, dt_bias", 3 * heads, Split.OUT)
+    yield _vector("state", "mamba.norm", inner, Split.OUT)
+    yield from _linear("state", "mamba.out_proj", hidden, inner, Split.IN)
+
+
+def _mamba1(fields: Fields, hidden: int, norms: bool) -> Iterator[Tensor]:
+    inner, size = mamba1_inner(fields), fields.int("mamba_state_size")
+    rank = fields.int("mamba_dt_rank", -(-hidden // 16))
+    yield from _linear("state", "mamba.in_proj", 2 * inner, hidden, Split.OUT)
+    yield Tensor("state", "mamba.conv1d", inner, fields.int("mamba_conv_kernel") + 1, Split.OUT)
+    yield from _linear("state", "mamba.x_proj", rank + 2 * size, inner, Split.IN)
+    yield from _linear("state", "mamba.dt_proj", inner, rank, Split.OUT, bias=True)
+    yield Tensor("state", "mamba.A, D", inner, size + 1, Split.OUT)
+    yield from _linear("state", "mamba.out_proj", hidden, inner, Split.IN)
+    if norms:
+        yield _vector("state", "mamba.norms", rank + 2 * size)
+
+
+# ---- feed-forward -----------------------------------------------------------------------------------
+
+
+def _feed_forward(fields: Fields, arch: Architecture, moe: MoE | None, i: int) -> Iterator[Tensor]:
+    hidden = fields.int("hidden_size")
+    if moe is not None and is_moe_layer(fields, arch, i):
+        yield from _experts(fields, arch, moe, hidden, fields.optional_int("moe_latent_size"))
+        if fields.flag("enable_moe_block") or (arch.layout == "gemma4"):
+            yield from _mlp(arch, fields, "mlp", _dense_width(fields, arch, i), hidden)
+        return
+    if arch.layout != "mamba":
+        yield from _mlp(arch, fields, "mlp", _dense_width(fields, arch, i), hidden)
+
+
+def _mlp(arch: Architecture, fields: Fields, name: str, width: int, hidden: int) -> Iterator[Tensor]:
+    if not width:
+        return
+    bias = _says(fields, arch.mlp_bias)
+    yield from _linear(
+        "mlp", f"{name}.gate_up_proj", width * (2 if arch.gated else 1), hidden, Split.OUT, bias
+    )
+    yield from _linear("mlp", f"{name}.down_proj", hidden, width, Split.IN, bias)
+
+
+def _experts(fields: Fields, arch: Architecture, moe: MoE, hidden: int, latent: int = 0) -> Iterator[Tensor]:
+    """Router, routed experts in two tensors, shared experts. ``latent``: experts work in a narrower space."""
+    inside, gates = latent or hidden, 2 if arch.gated else 1
+    bias = arch.mlp_bias is True  # gpt-oss: every expert matrix and the router have one
+    yield Tensor("router", "mlp.router", moe.experts, hidden)
+    if arch.router_bias or bias:
+        yield _vector("router", "mlp.router.bias", moe.experts)
+    w13 = Tensor("experts", "mlp.experts.gate_up_proj", gates * moe.intermediate_size, inside,
+                 Split.EXPERT_OUT, moe.experts, quantised=True)  # fmt: skip
+    w2 = replace(
+        w13, name="mlp.experts.down_proj", out=inside, in_=moe.intermediate_size, split=Split.EXPERT_IN
+    )
+    yield w13
+    yield w2
+    if bias:
+        yield replace(w13, name="mlp.experts.gate_up_proj_bias", in_=1, quantised=False)
+        yield replace(w2, name="mlp.experts.down_proj_bias", in_=1, quantised=False)
+    if latent:
+        yield from _linear("mlp", "mlp.latent_proj", 2 * latent, hidden, Split.NONE)
+    yield from _mlp(arch, fields, "mlp.shared_experts", moe.shared_intermediate_size, hidden)
+    if arch.shared_gate and moe.shared_intermediate_size:
+        yield _vector("router", "mlp.shared_expert_gate", hidden)
+
+
+def is_moe_layer(fields: Fields, arch: Architecture, i: int) -> bool:
+    """Whether layer ``i`` has routed experts: each config family has its own way to say so."""
+    kinds = fields.items("mlp_layer_types")
+    if kinds:
+        return bool(i < len(kinds) and kinds[i] == "sparse")
+    frequency = fields.raw("moe_layer_freq")[1]
+    if isinstance(frequency, list):
+        return bool(i < len(frequency) and frequency[i])
+    if i in (fields.items("mlp_only_layers") or ()):
+        return False
+    step = fields.int("interleave_moe_layer_step", fields.int("decoder_sparse_step", 1))
+    if arch.layout == "jamba":
+        return i % fields.int("expert_layer_period") == fields.optional_int("expert_layer_offset")
+    return i >= fields.optional_int("first_k_dense_replace") and (i + 1) % step == 0
+
+
+def _dense_width(fields: Fields, arch: Architecture, i: int) -> int:
+    """Width of the dense MLP of layer ``i``; 0 when it has none."""
+    if arch.layout == "deci":
+        return _deci_width(fields, i)
+    if arch.layout == "layer_types" and fields.has("mamba_num_heads"):  # Granite 4: the shared MLP is the MLP
+        return fields.int("shared_expert_intermediate_size", fields.int("intermediate_size"))
+    width = fields.int("dense_intermediate_size", 0) if fields.has("dense_intermediate_size") else 0
+    width = width or fields.int("intermediate_size", 4 * fields.int("hidden_size"))
+    if arch.layout == "qwen1":
+        return width // 2  # Qwen 1 states the width of both halves
+    if fields.flag("use_double_wide_mlp"):
+        first_shared = fields.int("num_hidden_layers") - fields.optional_int("num_kv_shared_layers")
+        return width * (2 if i >= first_shared else 1)
+    return width
+
+
+def _deci_width(fields: Fields, i: int) -> int:
+    block = (fields.items("block_configs") or [])[i].get("ffn")
+    if not isinstance(block, dict) or block.get("no_op"):
+        return 0
+    factor = block.get("ffn_mult")
+    if not isinstance(factor, int | float) or not 0 < factor < 1000:
+        raise fields.error(f"block_configs[{i}].ffn.ffn_mult is {factor!r}")
+    width = int(2 * factor * fields.int("hidden_size") / 3)
+    return -(-width // 256) * 256
+
+
+def _nemotron_block(
+    fields: Fields, arch: Architecture, layer: Layer, moe: MoE | None, kind: str
+) -> Iterator[Tensor]:
+    hidden = fields.int("hidden_size")
+    yield _vector("norms", "norms", hidden)
+    if kind == "mamba":
+        yield from _mamba2(fields, hidden)
+    elif kind == "attention":
+        yield from _attention(fields, arch, layer)
+    elif kind == "moe":
+        if moe is None:
+            raise fields.missing("num_experts")
+        yield from _experts(fields, arch, moe, hidden, fields.optional_int("moe_latent_size"))
+    else:
+        yield from _mlp(arch, fields, "mixer", fields.int("intermediate_size"), hidden)
+
+
+def _gemma_extras(fields: Fields, arch: Architecture, moe: MoE | None) -> Iterator[Tensor]:
+    """Per-layer embeddings of Gemma 3n and 4, and the small tensors around them."""
+    hidden, per_layer = fields.int("hidden_size"), fields.optional_int("hidden_size_per_layer_input")
+    yield _vector("other", "layer_scalar", 1)
+    if per_layer:
+        yield from _linear("other", "per_layer_input_gate", 2 * per_layer, hidden, Split.NONE)
+        yield _vector("norms", "post_per_layer_input_norm", hidden)
+    if moe is not None:
+        yield _vector("router", "router.scale, expert norms", 4 * hidden + moe.experts)
+    if arch.qk_norm == "head":  # Gemma 3n: LAuReL of rank 64, AltUp over 4 streams
+        yield Tensor("other", "laurel", 2 * 64, hidden)
+        yield _vector("other", "altup", 7 * hidden + 80)
+
+
+# ---- outside the layers -----------------------------------------------------------------------------
+
+
+def _outside(fields: Fields, arch: Architecture, tied: bool) -> Iterator[Tensor]:
+    hidden, vocab = fields.int("hidden_size"), fields.int("vocab_size")
+    yield Tensor("embedding", "embed_tokens", vocab, hidden, Split.VOCAB, stage="first")
+    if tied:  # one copy, but the last of several pipeline stages needs its own
+        yield Tensor("lm_head", "embed_tokens", vocab, hidden, Split.VOCAB, engine_only=True, stage="tied")
+    else:
+        yield Tensor("lm_head", "lm_head", vocab, hidden, Split.VOCAB, stage="last")
+    if arch.head_bias:
+        yield _vector("lm_head", "lm_head.bias", vocab, Split.VOCAB)
+    if arch.position_rows_extra >= 0:
+        rows = fields.int("max_position_embeddings") + arch.position_rows_extra
+        yield replace(Tensor("embedding", "embed_positions", rows, hidden), stage="first")
+    if arch.embedding_norm:
+        yield replace(_vector("norms", "embedding_norm", 2 * hidden), stage="first")
+    if arch.final_norm:
+        yield replace(_vector("norms", "final_norm", hidden * (2 if arch.norm_bias else 1)), stage="last")
+    per_layer, count = fields.optional_int("hidden_size_per_layer_input"), fields.int("num_hidden_layers")
+    if per_layer:
+        rows = fields.int("vocab_size_per_layer_input", min(vocab, 262144))
+        yield Tensor(
+            "embedding", "embed_tokens_per_layer", rows, count * per_layer, Split.VOCAB, stage="first"
+        )
+        yield Tensor("other", "per_layer_model_projection", count * per_layer, hidden, stage="first")
+        yield _vector("norms", "per_layer_projection_norm", per_layer)
+        if arch.qk_norm == "head":
+            yield Tensor("other", "altup_projections", 6 * hidden, hidden, stage="first")
+
+
+def _rotary(fields: Fields, arch: Architecture, layers: Sequence[Layer]) -> Iterator[Tensor]:
+    """Tables of cosines and sines that engines keep, a row per position (BUDGET.md section 2)."""
+    if not arch.rotary or arch.position_rows_extra >= 0 or not fields.has("max_position_embeddings"):
+        return
+    scaling = fields.section("rope_scaling")
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor", 1)
+    rows = fields.int("max_position_embeddings")
+    linear = kind == "linear" and isinstance(factor, int | float)
+    share = fields.raw("partial_rotary_factor")[1]
+    share = share if isinstance(share, int | float) and 0 < share <= 1 else 1
+    latent = next((layer for layer in layers if layer.kind is LayerKind.MLA), None)
+    if latent is not None:
+        size = 4 if "yarn" in str(kind) else 0
+        yield Tensor("other", "rotary table", rows, latent.rope_dim, engine_only=True, bytes_per_element=size)
+        return
+    seen = {(layer.kind, layer.head_dim) for layer in layers if layer.kind in ATTENTION}
+    full = [dim for of, dim in seen if of is not LayerKind.SLIDING]
+    local = [dim for of, dim in seen if of is LayerKind.SLIDING]
+    for dim in dict.fromkeys(full or local):
+        stretched = int(rows * factor) if linear else rows
+        yield Tensor("other", "rotary table", stretched, int(dim * share), engine_only=True)
+    if full and local and (linear or arch.layout == "gemma4"):
+        yield Tensor("other", "rotary table, windowed", rows, local[0], engine_only=True)
+
+
+def _mtp(fields: Fields, arch: Architecture, layers: Sequence[Layer], moe: MoE | None) -> Iterator[Tensor]:
+    """Multi-token-prediction layers: a decoder layer, a projection of twice the width, three norms."""
+    count = (fields.optional_int("mtp_layers") or arch.mtp_layers) if arch.mtp_in_file else 0
+    if not count:
+        return
+    hidden, last = fields.int("hidden_size"), len(layers) - 1
+    size = 2 * hidden * hidden + 3 * hidden
+    if arch.layout == "nemotron_h":
+        attention = next(layer for layer in layers if layer.kind is LayerKind.FULL)
+        for kind in ("attention", "moe"):
+            size += sum(
+                t.elements for t in _nemotron_block(fields, arch, attention, moe, kind) if not t.engine_only
+            )
+    else:
+        of = next(
+            (i for i in range(last, -1, -1) if layers[i].kind not in (LayerKind.STATE, LayerKind.NONE)), last
+        )
+        size += sum(t.elements for t in _layer(fields, arch, layers[of], moe, of) if not t.engine_only)
+    if arch.mtp_own_embedding:
+        size += 2 * fields.int("vocab_size") * hidden
+    yield Tensor("mtp", "mtp", count * size, stage="mtp")
