@@ -64,11 +64,16 @@ class AttentionFit:
 
 @dataclass(frozen=True)
 class Links:
-    """One all-reduce over t GPUs is ``a + 2(t-1)/t · bytes/bus``."""
+    """One all-reduce over t GPUs of ``bytes`` each is ``a + 2(t-1)/t · bytes/bus``.
+
+    The engine's own kernel for small messages; a second law for large ones where that is faster.
+    """
 
     graph_s: float
     eager_s: float
     bus_bytes_per_s: float
+    large_s: float
+    large_bus_bytes_per_s: float  # 0: no second law
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,10 @@ class Kernels:
         """Constants of an all-reduce over ``degree`` GPUs (the nearest measured degree)."""
         rows = self.table["allreduce"]
         row = rows[min(rows, key=lambda k: abs(int(k) - degree))]
-        return Links(row["graph_us"] * 1e-6, row["eager_us"] * 1e-6, row["bus_gb_s"] * 1e9)
+        return Links(
+            row["graph_us"] * 1e-6, row["eager_us"] * 1e-6, row["bus_gb_s"] * 1e9,
+            row.get("large_us", 0.0) * 1e-6, row.get("large_bus_gb_s", 0.0) * 1e9,
+        )  # fmt: skip
 
 
 @cache
@@ -166,8 +174,7 @@ def kernels_for(gpu: GPU) -> Kernels:
     elif not gpu.has_nvlink and entry.get("nvlink", True):
         entry = {**entry, "allreduce": data["gpus"]["rtx_pro_6000"]["allreduce"]}
     evidence = "sheet" if key == "h100_sxm" and gpu.arch != "Hopper" else "class"
-    small_s *= entry.get("small_kernel_factor", 1.0)
-    return Kernels(key, evidence, gpu.memory_bandwidth, peaks, small_s, entry, (note,))
+    return Kernels(key, evidence, gpu.memory_bandwidth, peaks, small_s, entry, notes=(note,))
 
 
 def _class_of(gpu: GPU) -> tuple[str, str]:
@@ -211,4 +218,9 @@ def scaled(kernels: Kernels, **factors: float) -> Kernels:
     table["decode"]["e_kv"] = {k: v * factors.get("kv", 1.0) for k, v in table["decode"]["e_kv"].items() if v}
     for row in table["allreduce"].values():
         row["bus_gb_s"] *= factors.get("bus", 1.0)
-    return replace(kernels, table=table, small_kernel_s=kernels.small_kernel_s * factors.get("small", 1.0))
+        row["large_bus_gb_s"] = row.get("large_bus_gb_s", 0.0) * factors.get("bus", 1.0)
+    return replace(
+        kernels,
+        table=table,
+        small_kernel_s=kernels.small_kernel_s * factors.get("small", 1.0),
+    )
