@@ -179,122 +179,123 @@ class State(NamedTuple):
 # ---------------------------------------------------------------------------------------------- block pool
 
 
-@compiled
-def unlink(S, b):
-    S.block[S.block[b].prev].next = S.block[b].next
-    S.block[S.block[b].next].prev = S.block[b].prev
+# The functions of the pool take the arrays they touch, not the State: they run once a block, and handing over
+# all arrays of a State costs more than the work itself. `c` is the row of counters.
 
 
 @compiled
-def link_after(S, at, b):
-    after = S.block[at].next
-    S.block[b].prev = at
-    S.block[b].next = after
-    S.block[after].prev = b
-    S.block[at].next = b
+def unlink(block, b):
+    block[block[b].prev].next = block[b].next
+    block[block[b].next].prev = block[b].prev
 
 
 @compiled
-def forget(S, b):
+def link_after(block, at, b):
+    after = block[at].next
+    block[b].prev = at
+    block[b].next = after
+    block[after].prev = b
+    block[at].next = b
+
+
+@compiled
+def forget(block, first_block, b):
     """Take the block's content out of the table; the next oldest twin answers for it from now on."""
-    key = S.block[b].key
-    twin = S.block[b].twin_next
+    key = block[b].key
+    twin = block[b].twin_next
     if twin == b:
-        S.first_block[key] = -1
+        first_block[key] = -1
     else:
-        S.block[S.block[b].twin_prev].twin_next = twin
-        S.block[twin].twin_prev = S.block[b].twin_prev
-        if S.first_block[key] == b:
-            S.first_block[key] = twin
-    S.block[b].key = -1
+        block[block[b].twin_prev].twin_next = twin
+        block[twin].twin_prev = block[b].twin_prev
+        if first_block[key] == b:
+            first_block[key] = twin
+    block[b].key = -1
 
 
 @compiled
-def remember(S, b, key):
+def remember(block, first_block, b, key):
     """Enter a full block's content; duplicates stand behind the older ones [5.5]."""
-    S.block[b].key = key
-    first = S.first_block[key]
+    block[b].key = key
+    first = first_block[key]
     if first < 0:
-        S.first_block[key] = b
-        S.block[b].twin_next = b
-        S.block[b].twin_prev = b
+        first_block[key] = b
+        block[b].twin_next = b
+        block[b].twin_prev = b
     else:
-        last = S.block[first].twin_prev
-        S.block[last].twin_next = b
-        S.block[b].twin_prev = last
-        S.block[b].twin_next = first
-        S.block[first].twin_prev = b
+        last = block[first].twin_prev
+        block[last].twin_next = b
+        block[b].twin_prev = last
+        block[b].twin_next = first
+        block[first].twin_prev = b
 
 
 @compiled
-def take(S):
+def take(block, first_block, c):
     """Pop the head of the free queue; content it still holds is evicted at this moment [6.1]."""
-    c = S.count[0]
-    b = S.block[S.block.shape[0] - 1].next
-    unlink(S, b)
-    if S.block[b].key >= 0:
-        forget(S, b)
+    b = block[block.shape[0] - 1].next
+    unlink(block, b)
+    if block[b].key >= 0:
+        forget(block, first_block, b)
         c.cached_idle -= 1
-    S.block[b].ref = 1
+    block[b].ref = 1
     c.free -= 1
     return b
 
 
 @compiled
-def touch(S, b):
+def touch(block, c, b):
     """Share a hit block; an idle one leaves the free queue [5.7]."""
-    c = S.count[0]
-    if S.block[b].ref == 0:
-        unlink(S, b)
+    if block[b].ref == 0:
+        unlink(block, b)
         c.free -= 1
         c.cached_idle -= 1
-    elif S.block[b].ref == 1:
+    elif block[b].ref == 1:
         c.shared += 1
-    S.block[b].ref += 1
+    block[b].ref += 1
 
 
 @compiled
-def release(S, R, s):
+def release(block, c, table, slot, unhashed_to_front):
     """Free a slot's blocks, tail first: unhashed ones to the front, hashed ones to the end [6.2]."""
-    c = S.count[0]
-    sentinel = np.int32(S.block.shape[0] - 1)
+    sentinel = np.int32(block.shape[0] - 1)
     front = sentinel
-    held = S.slot[s].held
-    for k in range(held - 1, -1, -1):
-        b = S.table[s, k]
-        S.block[b].ref -= 1
-        if S.block[b].ref == 1:
+    for k in range(slot.held - 1, -1, -1):
+        b = table[k]
+        block[b].ref -= 1
+        if block[b].ref == 1:
             c.shared -= 1
-        elif S.block[b].ref == 0:
+        elif block[b].ref == 0:
             c.free += 1
-            hashed = S.block[b].key >= 0
+            hashed = block[b].key >= 0
             if hashed:
                 c.cached_idle += 1
-            if hashed or not R.unhashed_to_front:
-                link_after(S, S.block[sentinel].prev, b)
+            if hashed or not unhashed_to_front:
+                link_after(block, block[sentinel].prev, b)
             else:
-                link_after(S, front, b)
+                link_after(block, front, b)
                 front = b
-    c.table_blocks -= held
-    c.live_tokens -= S.slot[s].computed
-    S.slot[s].held = 0
+    c.table_blocks -= slot.held
+    c.live_tokens -= slot.computed
+    slot.held = 0
 
 
 @compiled
-def key_of(S, r, k):
-    """Content key of full block k of request r (prompt and answer)."""
-    shared = S.request[r].key_shared
-    if k < shared:
-        return S.keys[S.request[r].key_offset + k]
-    return S.request[r].key_fresh + k - shared
+def key_of(row, keys, k):
+    """Content key of full block k of a request (prompt and answer)."""
+    if k < row.key_shared:
+        return keys[row.key_offset + k]
+    return row.key_fresh + k - row.key_shared
 
 
 @compiled
 def remember_full(S, R, s, full):
     """Enter a slot's blocks up to `full` into the content table when scheduled, not when computed [5.4]."""
     slot = S.slot[s]
+    row = S.request[slot.request]
+    block, first_block, keys, table = S.block, S.first_block, S.keys, S.table[s]
     for k in range(slot.cached, full):
-        remember(S, S.table[s, k], key_of(S, slot.request, k))
+        remember(block, first_block, table[k], key_of(row, keys, k))
     if full > slot.cached:
         slot.cached = full
     set_event(R, slot)
@@ -311,16 +312,19 @@ def set_event(R, slot):
 @compiled
 def grow(S, R, s, n):
     """Blocks for n more tokens of a slot; False when the pool has too few [4.1]."""
+    c = S.count[0]
     slot = S.slot[s]
     total = slot.computed + n
     need = (total + R.block_size - 1) // R.block_size - slot.held
-    if need > S.count[0].free:
+    if need > c.free:
         return False
-    for _ in range(need):
-        S.table[s, slot.held] = take(S)
-        slot.held += 1
-        slot.grown += 1
-        S.count[0].table_blocks += 1
+    if need > 0:
+        block, first_block, table = S.block, S.first_block, S.table[s]
+        for k in range(slot.held, slot.held + need):
+            table[k] = take(block, first_block, c)
+        slot.held += need
+        slot.grown += need
+        c.table_blocks += need
     if R.prefix_caching:
         remember_full(S, R, s, min(total, slot.length) // R.block_size)
     else:
@@ -329,16 +333,22 @@ def grow(S, R, s, n):
 
 
 @compiled
-def lookup(S, R, r, num_tokens):
-    """Leading blocks of the request found in the table; one token is always computed anew [5.6]."""
-    if not R.prefix_caching:
-        return 0
-    hits = 0
-    for k in range((num_tokens - 1) // R.block_size):
-        if S.first_block[key_of(S, r, k)] < 0:
-            break
+def lookup(row, keys, first_block, full):
+    """Leading blocks of the request found in the table, at most `full` [5.6]."""
+    hits = np.int64(0)
+    while hits < full and first_block[key_of(row, keys, hits)] >= 0:
         hits += 1
     return hits
+
+
+@compiled
+def idle_among(row, keys, first_block, block, hits):
+    """How many of the hit blocks are free: a hit on such a block costs a free block [3.1]."""
+    idle = np.int64(0)
+    for k in range(hits):
+        if block[first_block[key_of(row, keys, k)]].ref == 0:
+            idle += 1
+    return idle
 
 
 # ------------------------------------------------------------------------------------------- waiting queue
@@ -488,7 +498,7 @@ def preempt(S, R, v):
     for i in range(v, c.running - 1):
         S.lists[RUNNING, i] = S.lists[RUNNING, i + 1]
     c.running -= 1
-    release(S, R, s)
+    release(S.block, c, S.table[s], slot, R.unhashed_to_front)
     row.outputs = slot.length - slot.prompt
     row.lost = slot.computed
     row.flight = slot.flight
@@ -518,12 +528,13 @@ def admit(S, R, r, hits, blocks, n):
     slot.flight = 0
     slot.grown = blocks
     slot.last_token_s = row.last_token_s
+    block, first_block, keys, table = S.block, S.first_block, S.keys, S.table[s]
     for k in range(hits):
-        b = S.first_block[key_of(S, r, k)]
-        touch(S, b)
-        S.table[s, k] = b
+        b = first_block[key_of(row, keys, k)]
+        touch(block, c, b)
+        table[k] = b
     for k in range(hits, blocks):
-        S.table[s, k] = take(S)
+        table[k] = take(block, first_block, c)
     slot.held = blocks
     c.table_blocks += blocks
     c.live_tokens += slot.computed
@@ -564,13 +575,15 @@ def schedule(S, R, batch):
     if R.lone_request_exempt and c.running + c.n_waiting <= 1:
         cap = 0
     members = S.lists[BATCH + 4 * batch + B_SLOT]
+    running = S.lists[RUNNING]
+    slots = S.slot
     size = 0
 
     # Running requests first, in the order of their admission [2.2].
     i = 0
     while i < c.running and budget > 0:
-        s = S.lists[RUNNING, i]
-        slot = S.slot[s]
+        s = running[i]
+        slot = slots[s]
         i += 1
         if slot.flight > 0 and slot.computed + 2 - slot.flight >= slot.stop:
             continue  # certain to end with the output in flight [1.3]
@@ -583,11 +596,11 @@ def schedule(S, R, batch):
         fits = slot.computed + n < slot.event or grow(S, R, s, n)
         while not fits:
             v = victim_index(S, R)
-            w = S.lists[RUNNING, v]
-            was_scheduled = S.slot[w].tokens > 0
+            w = running[v]
+            was_scheduled = slots[w].tokens > 0
             if was_scheduled:  # its tokens go back to the budget [4.3]
-                budget += S.slot[w].tokens
-                S.slot[w].tokens = 0
+                budget += slots[w].tokens
+                slots[w].tokens = 0
                 at = 0
                 while members[at] != w:
                     at += 1
@@ -618,18 +631,16 @@ def schedule(S, R, batch):
             r = S.waiting[p]
             row = S.request[r]
             num_tokens = row.prompt + row.outputs
-            hits = lookup(S, R, r, num_tokens)
+            # One token is always computed anew, so that a full hit leaves its last block out [5.6].
+            full = (num_tokens - 1) // R.block_size if R.prefix_caching else 0
+            hits = lookup(row, S.keys, S.first_block, full)
             n = num_tokens - hits * R.block_size
             if cap > 0:
                 n = min(n, cap)
             if n > budget and not R.chunked_prefill:
                 break
             n = min(n, budget)
-            idle = 0
-            for k in range(hits):
-                if S.block[S.first_block[key_of(S, r, k)]].ref == 0:
-                    idle += 1
-            spare = c.free - idle
+            spare = c.free - idle_among(row, S.keys, S.first_block, S.block, hits)
             if c.running > 0:
                 spare -= R.watermark_blocks
             if R.reserve_full_isl:  # the whole sequence must fit now, though it is not all allocated [3.1]
@@ -643,7 +654,7 @@ def schedule(S, R, batch):
             dequeue(S, R, p)
             p += 1
             s = admit(S, R, r, hits, blocks, n)
-            S.slot[s].tokens = n
+            slots[s].tokens = n
             budget -= n
             members[size] = s
             size += 1
@@ -664,11 +675,12 @@ def close_batch(S, R, batch, size):
     tokens = S.lists[at + B_TOKENS]
     samples = S.lists[at + B_SAMPLED]
     members[R.max_num_seqs] = size
+    slots = S.slot
     # Sums are kept in locals: the compiler cannot know that the counters are not part of a slot.
     n_sampled = n_decode = total = kv_decode = prefill = context = np.int64(0)
     pairs = 0.0
     for j in range(size):
-        slot = S.slot[members[j]]
+        slot = slots[members[j]]
         n = slot.tokens
         before = slot.computed
         if n == 1:
@@ -753,6 +765,7 @@ def deliver(S, R, batch):
     members = S.lists[at + B_SLOT]
     requests = S.lists[at + B_REQUEST]
     samples = S.lists[at + B_SAMPLED]
+    slots = S.slot
     now = c.now
     last_delivery = c.last_delivery
     cache_now = R.asynchronous and R.prefix_caching
@@ -762,7 +775,7 @@ def deliver(S, R, batch):
             continue
         s = members[j]
         r = requests[j]
-        slot = S.slot[s]
+        slot = slots[s]
         if slot.request != r:
             deliver_late(S, r)
             continue
@@ -783,7 +796,7 @@ def deliver(S, R, batch):
                 remember_full(S, R, s, full)
         if slot.length >= slot.stop:
             S.request[r].outputs = slot.length - slot.prompt
-            release(S, R, s)
+            release(S.block, c, S.table[s], slot, R.unhashed_to_front)
             vacate(S, s)
             S.lists[FINISHED, c.finished] = r
             c.finished += 1
@@ -849,8 +862,9 @@ def expire(S, R):
         r = S.slot[s].request
         row = S.request[r]
         if row.arrived_s + row.patience_s <= c.now:
-            row.outputs = S.slot[s].length - row.prompt
-            release(S, R, s)
+            slot = S.slot[s]
+            row.outputs = slot.length - row.prompt
+            release(S.block, c, S.table[s], slot, R.unhashed_to_front)
             vacate(S, s)
             finish(S, r, row.impatience)
             c.expired += 1
