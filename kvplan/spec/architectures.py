@@ -39,6 +39,7 @@ class Architecture:
     position_rows_extra: int = -1  # learned positions: rows beyond max_position_embeddings; -1 = none
     embedding_norm: bool = False
     rotary: bool = True
+    rotary_share: float = 1.0  # of head_dim, where the config does not say
     ssm_dtype: str = ""  # of the Mamba state when the config is silent; "" = the model's dtype
     mtp_layers: int = 0  # in the file although the config does not say
     mtp_in_file: bool = True
@@ -84,6 +85,7 @@ GDN = Architecture(
     qk_norm="head",
     output_gate=True,
     shared_gate=True,
+    rotary_share=0.25,
     defaults={
         "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,

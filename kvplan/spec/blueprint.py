@@ -229,9 +229,14 @@ def _experts(fields: Fields, arch: Architecture, moe: MoE, hidden: int, latent: 
     if arch.router_bias or bias:
         yield _vector("router", "mlp.router.bias", moe.experts)
     w13 = Tensor("experts", "mlp.experts.gate_up_proj", gates * moe.intermediate_size, inside,
-                 Split.EXPERT_OUT, moe.experts, quantised=True)  # fmt: skip
+                 Split.EXPERT_OUT, moe.experts, gates, quantised=True)  # fmt: skip
     w2 = replace(
-        w13, name="mlp.experts.down_proj", out=inside, in_=moe.intermediate_size, split=Split.EXPERT_IN
+        w13,
+        stacked=1,
+        name="mlp.experts.down_proj",
+        out=inside,
+        in_=moe.intermediate_size,
+        split=Split.EXPERT_IN,
     )
     yield w13
     yield w2
@@ -359,7 +364,7 @@ def _rotary(fields: Fields, arch: Architecture, layers: Sequence[Layer]) -> Iter
     rows = fields.int("max_position_embeddings")
     linear = kind == "linear" and isinstance(factor, int | float)
     share = fields.raw("partial_rotary_factor")[1]
-    share = share if isinstance(share, int | float) and 0 < share <= 1 else 1
+    share = share if isinstance(share, int | float) and 0 < share <= 1 else arch.rotary_share
     latent = next((layer for layer in layers if layer.kind is LayerKind.MLA), None)
     if latent is not None:
         size = 4 if "yarn" in str(kind) else 0

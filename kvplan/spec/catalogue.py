@@ -20,13 +20,15 @@ DEFAULT_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 DEFAULT_GPU = "H100 SXM"
 
 # Words that do not change what a model is, and formats that become --quantization (CLI.md, "Shared flags").
-# Longest first, so that fp8-dynamic is not read as fp8.
+# Longest first, so that fp8-dynamic is not read as fp8; the value is a --quantization of `quantization.NAMED`.
 FORMATS: tuple[tuple[str, str], ...] = (
-    ("fp8-dynamic", "fp8"), ("awq-int4", "awq"), ("gptq-int4", "gptq"), ("quantized.w8a8", "w8a8"),
-    ("quantized.w4a16", "w4a16"), ("w8a8", "w8a8"), ("w4a16", "w4a16"), ("nvfp4", "nvfp4"), ("awq", "awq"),
+    ("fp8-dynamic", "compressed-tensors"), ("awq-int4", "awq"), ("gptq-int4", "gptq"), ("quantized.w8a8", "compressed-tensors"),
+    ("quantized.w4a16", "w4a16"), ("w8a8", "compressed-tensors"), ("w4a16", "w4a16"), ("nvfp4", "modelopt_fp4"), ("awq", "awq"),
     ("fp8", "fp8"),
 )  # fmt: skip
 WORDS = ("instruct", "it", "chat", "text", "mtp", "hf")
+_FORMAT = re.compile(rf"(?:^|-)({'|'.join(re.escape(word) for word, _ in FORMATS)})(?=-|$)")
+_WORD = re.compile(rf"(?:^|-)(?:{'|'.join(WORDS)})(?=-|$)")
 
 
 @dataclass(frozen=True)
@@ -105,94 +107,97 @@ def plain_name(name: str) -> str:
 
 def base_name(name: str) -> tuple[str, str | None]:
     """The name without tuning words and formats, wherever they stand, and the format that was dropped."""
-    plain, found = plain_name(name), None
-    for word, format in FORMATS:
-        shorter = re.sub(rf"(^|-){re.escape(word)}(?=-|$)", "", plain)
-        if shorter != plain:
-            plain, found = shorter, found or format
-    for word in WORDS:
-        plain = re.sub(rf"(^|-){word}(?=-|$)", "", plain)
-    return plain.strip("-"), found
+    plain = plain_name(name)
+    found = _FORMAT.findall(plain)
+    plain = _WORD.sub("", _FORMAT.sub("", plain))
+    return plain.strip("-"), dict(FORMATS)[found[0]] if found else None
 
 
 @cache
-def _names() -> tuple[dict[str, tuple[ModelEntry, str | None]], dict[str, tuple[ModelEntry, str | None]]]:
-    """Exact plain names, and base names; among entries of one base name the unquantised comes first."""
-    exact: dict[str, tuple[ModelEntry, str | None]] = {}
-    base: dict[str, tuple[ModelEntry, str | None]] = {}
+def _exact_names() -> dict[str, tuple[ModelEntry, str | None]]:
+    """Entry, and the format an alias stands for, by plain name; an entry's own name wins over aliases."""
+    names: dict[str, tuple[ModelEntry, str | None]] = {}
     entries = model_entries()
     for entry in entries:
-        exact.setdefault(plain_name(entry.id), (entry, None))
+        names.setdefault(plain_name(entry.id), (entry, None))
     for entry in entries:
         for alias, quantization in entry.aliases:
-            exact.setdefault(plain_name(alias), (entry, quantization))
-    for own_format in (False, True):
-        for entry in entries:
-            for name, quantization in ((entry.id, None), *entry.aliases):
-                short, format = base_name(name)
-                if (format is not None) == own_format:
-                    base.setdefault(short, (entry, quantization))
-    return exact, base
+            names.setdefault(plain_name(alias), (entry, quantization))
+    return names
+
+
+@cache
+def _base_names() -> dict[str, tuple[ModelEntry, str | None]]:
+    """The same by base name; of several entries with one base name the unquantised counts."""
+    names: dict[str, tuple[ModelEntry, str | None]] = {}
+    quantised: dict[str, tuple[ModelEntry, str | None]] = {}
+    for plain, found in _exact_names().items():
+        short, format = base_name(plain)
+        (names if format is None else quantised).setdefault(short, found)
+    return {**quantised, **names}
 
 
 def find_model(name_or_path: str, quantization: str | None = None) -> ResolvedModel:
     """The model behind a catalogue name, an alias, a config.json or a model folder.
 
-    ``quantization`` is what the user gave as ``--quantization``; a format in the name yields to it.
-    Raises InputError with near names when nothing is found.
+    ``quantization`` is what the user gave as ``--quantization``; a format in the name yields to it. The
+    spec carries the format that counts. Raises InputError with near names when nothing is found.
     """
     path = Path(name_or_path)
     if name_or_path.endswith(".json") or path.is_dir() or path.is_file():
         spec = model_from_config(read_config(path), _name_of(path), str(path))
-        return _with_quantization(ResolvedModel(spec), quantization)
-    exact, base = _names()
+        return ResolvedModel(_quantised(spec, quantization))
     plain = plain_name(name_or_path)
-    if plain in exact:
-        entry, implied = exact[plain]
-        return _with_quantization(ResolvedModel(entry.spec(), None, implied), quantization)
-    short, implied = base_name(name_or_path)
-    if short in base:
-        entry, of_alias = base[short]
-        implied = implied or of_alias
-        spec = entry.spec()
-        if spec.quantization is not None and implied and spec.quantization.bits == quantised_bits(implied):
-            implied = None  # the entry is stored that way already
-        taken = f", --quantization {implied}" if implied else ""
-        note = f"{name_or_path} is not in the catalogue: taken as {entry.id}{taken}"
-        return _with_quantization(ResolvedModel(spec, name_or_path, implied, (note,)), quantization)
-    raise _unknown(name_or_path, [*exact])
+    if plain in _exact_names():
+        entry, format = _exact_names()[plain]
+        return _resolved(entry, format, None, quantization)
+    short, format = base_name(plain)
+    if short in _base_names():
+        entry, of_alias = _base_names()[short]
+        return _resolved(entry, format or of_alias, name_or_path, quantization)
+    raise _unknown(name_or_path)
 
 
-def _with_quantization(found: ResolvedModel, given: str | None) -> ResolvedModel:
-    """Put the format that counts into the spec: the flag, else the name's, else the checkpoint's own."""
-    name = given if given is not None else found.implied_quantization
-    implied = None if given is not None else found.implied_quantization
-    if name is None or (given is None and name is None):
-        return found
-    asked = quantization_by_name(name)
-    own = found.spec.quantization
-    if own is not None and asked is not None and own.bits == asked.bits and own.method == asked.method:
-        return replace(found, implied_quantization=implied)  # the checkpoint's description says more
-    return replace(found, spec=replace(found.spec, quantization=asked), implied_quantization=implied)
+def _resolved(
+    entry: ModelEntry, format: str | None, resolved_from: str | None, given: str | None
+) -> ResolvedModel:
+    """The entry in the format that counts: the flag, else the one in the name, else its own."""
+    spec = entry.spec()
+    own = spec.quantization
+    if given is not None or format is None:
+        notes = (f"{resolved_from} is not in the catalogue: taken as {entry.id}",) if resolved_from else ()
+        return ResolvedModel(_quantised(spec, given), resolved_from, None, notes)
+    asked = quantization_by_name(format)
+    if own is not None and asked is not None and own.bits == asked.bits:
+        implied = None  # stored that way already
+    else:
+        spec, implied = replace(spec, quantization=asked), asked.method if asked else format
+    taken = f", --quantization {implied}" if implied else ""
+    notes = (f"{resolved_from or format} is not in the catalogue: taken as {entry.id}{taken}",)
+    return ResolvedModel(spec, resolved_from, implied, notes if resolved_from else ())
 
 
-def quantised_bits(name: str) -> int:
-    """Bits of a weight under a ``--quantization`` value; 16 for none."""
-    quantization = quantization_by_name(name)
-    return quantization.bits if quantization else 16
+def _quantised(spec: ModelSpec, given: str | None) -> ModelSpec:
+    """``spec`` under a ``--quantization`` flag; a checkpoint of the same width describes itself better."""
+    if given is None:
+        return spec
+    asked = quantization_by_name(given)
+    own = spec.quantization
+    if own is not None and asked is not None and own.bits == asked.bits:
+        return spec
+    return replace(spec, quantization=asked)
 
 
 def _name_of(path: Path) -> str:
-    return (
-        path.stem
-        if path.suffix == ".json" and path.name != "config.json"
-        else path.resolve().parent.name
-        if (path.name == "config.json")
-        else path.resolve().name
-    )
+    """A folder's name for the config.json in it, else the file's own."""
+    full = path.resolve()
+    if full.is_dir():
+        return full.name
+    return full.parent.name if full.name == "config.json" else full.stem
 
 
-def _unknown(name: str, known: list[str]) -> InputError:
+def _unknown(name: str) -> InputError:
+    known = list(_exact_names())
     plain = plain_name(name)
     short, _ = base_name(name)
     near = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)

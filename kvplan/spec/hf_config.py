@@ -108,7 +108,7 @@ def _weights(
     made = tensors(fields, arch, spec.layers, spec.moe, spec.tie_word_embeddings)
     tower = config.get("vision_parameters") or sum(vision_parameters(config.get(part)) for part in TOWERS)
     if tower:
-        made += (Tensor("vision", "vision tower", tower, stage="first"),)
+        made += (Tensor("vision", "vision tower", tower, split=Split.OUT, stage="first"),)
     rest = (config.get("uncounted_parameters")) or 0
     if rest:
         made += (Tensor("other", "not counted by shape", rest, split=Split.OUT),)

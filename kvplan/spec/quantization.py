@@ -165,3 +165,33 @@ _READERS: dict[str, Any] = {
     "mxfp4": lambda found, source: Quantization("mxfp4", 4, 32, ignored=_ignored(found)),
     "bitsandbytes": _bitsandbytes,
 }
+
+
+def matrix_bytes(quantization: Quantization, out: int, in_: int, experts: int = 1) -> list[int]:
+    """Bytes of each tensor that stores ``experts`` matrices [out, in]: values first, then scales and the like.
+
+    The engine's formats after loading (BUDGET.md section 2). Integers of less than 8 bits are those of Marlin
+    kernels: zero points even where they are all zero, and two orders of the input rows unless it is AWQ.
+    """
+    n = out * in_
+    group = quantization.group_size or in_
+    groups = -(-in_ // group)
+    match quantization.method, quantization.bits:
+        case "mxfp4", _:
+            sizes = [n // 2, n // 32]
+        case "modelopt_fp4", _:
+            sizes = [n // 2, n // 16, 4]
+        case "bitsandbytes", 4:
+            sizes = [n // 2, 4 * -(-n // 64)]
+        case method, bits if bits < 8:
+            sizes = [n * bits // 8, 2 * out * groups, out * groups * bits // 8]
+            if method != "awq":
+                sizes += [4 * in_, 4 * in_]
+        case _ if quantization.block_shape is not None:
+            rows, columns = quantization.block_shape
+            sizes = [n, 4 * -(-out // rows) * -(-in_ // columns)]
+        case "compressed-tensors", _:
+            sizes = [n, 4 * out]
+        case _:
+            sizes = [n, 4]
+    return [experts * size for size in sizes]

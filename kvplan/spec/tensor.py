@@ -32,6 +32,7 @@ class Tensor:
     in_: int = 1
     split: Split = Split.NONE
     experts: int = 1
+    stacked: int = 1  # matrices one above the other in `out` (gate and up), each padded by itself
     kv_heads: int = 0
     kv_out: int = 0
     quantised: bool = False  # a matrix that quantisation formats cover
