@@ -5,7 +5,7 @@ A command takes them all with one decorator and one parameter::
     @app.command()
     @shared_flags()
     def simulate(flags: Flags, trace: Annotated[str, typer.Argument()], ...) -> None:
-        target = resolve_target(flags.model, flags)   # .model, .gpu, .settings, .notes
+        target = resolve_target(flags)   # .model, .gpu, .settings, .notes
         plan = pool_for(target.model, target.gpu, target.settings)
 
 ``shared_flags(omit=("block_size",))`` leaves a flag to the command itself (simulate's is repeatable), and
@@ -28,9 +28,6 @@ from kvplan.errors import InputError
 from kvplan.spec.engine import NEWEST_VLLM, EngineSettings
 from kvplan.spec.gpu import GIB, GPU
 from kvplan.spec.model import Layer, LayerKind, ModelSpec
-
-DEFAULT_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-DEFAULT_GPU = "h100"
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ KV_DTYPES = (
 )  # fmt: skip
 
 ENGINE_FLAGS: tuple[Flag | Switch, ...] = (
-    Flag("engine", str, "Serving engine", choices=("vllm", "sglang", "tensorrt-llm")),
+    Flag("engine", str, "Serving engine", choices=("vllm",)),
     Flag("engine_version", str, f"Its version [{NEWEST_VLLM}]"),
     Flag("tensor_parallel_size", int, "Ranks that split each layer", high=1024, short="-tp"),
     Flag("pipeline_parallel_size", int, "Stages that split the layers", high=1024, short="-pp"),
@@ -141,7 +138,7 @@ SHAPE_FLAGS: tuple[Flag, ...] = (
 )
 
 HARDWARE_FLAGS: tuple[Flag, ...] = (
-    Flag("gpu", str, f"Accelerator, as in `kvplan gpus` [{DEFAULT_GPU}]", metavar="NAME"),
+    Flag("gpu", str, "Accelerator, as in `kvplan gpus` [h100]", metavar="NAME"),
     Flag("gpu_memory_gib", float, "Its memory, when it differs", low=0.1, high=65536.0),
 )
 
@@ -285,30 +282,44 @@ def resolve_target(flags: Flags) -> Target:
     gpu, gpu_notes = resolve_gpu(flags)
     if flags.shape:
         return Target(bare_model(flags), gpu, flags.settings, gpu_notes, bare=True)
-    model, settings, notes = resolve_model(flags)
-    typed = flags.model if flags.model is not None and flags.model != model.name else None
+    model, settings, notes, typed = resolve_model(flags)
     return Target(model, gpu, settings, (*notes, *gpu_notes), typed)
 
 
 def resolve_gpu(flags: Flags) -> tuple[GPU, tuple[str, ...]]:
-    """(the accelerator of ``--gpu``, notes); ``--gpu-memory-gib`` replaces what its driver reports."""
-    from kvplan.spec.catalogue import find_gpu
+    """(the accelerator of ``--gpu``, notes); ``--gpu-memory-gib`` replaces what its driver reports.
 
-    gpu = find_gpu(flags.gpu or DEFAULT_GPU)
-    if flags.gpu_memory_gib is None:
-        return gpu, ()
-    note = f"memory {flags.gpu_memory_gib:g} GiB as given; the catalogue has {gpu.total_gib:.2f}"
-    return replace(gpu, total_bytes=round(flags.gpu_memory_gib * GIB)), (note,)
-
-
-def resolve_model(flags: Flags) -> tuple[ModelSpec, EngineSettings, tuple[str, ...]]:
-    """(the model of ``MODEL``, settings, notes): a catalogue name, or a path to a config.json or its folder.
-
-    A format in the name (-AWQ, -FP8) becomes ``--quantization`` unless that flag is given.
+    A card that is not in the catalogue needs ``--gpu-memory-gib``; its other facts are the default GPU's.
     """
-    from kvplan.spec.catalogue import find_model
+    from kvplan.spec.catalogue import DEFAULT_GPU, find_gpu
 
-    return find_model(flags.model or DEFAULT_MODEL), flags.settings, ()
+    name, given_gib = flags.gpu or DEFAULT_GPU, flags.gpu_memory_gib
+    if given_gib is None:
+        return find_gpu(name), ()
+    total_bytes = round(given_gib * GIB)
+    try:
+        gpu = find_gpu(name)
+    except InputError:
+        gpu = find_gpu(DEFAULT_GPU)
+        note = f"{name} is not in the catalogue: all but its memory is taken from {gpu.name}"
+        return replace(gpu, name=name, total_bytes=total_bytes), (note,)
+    note = f"GPU memory {given_gib:g} GiB as given; {gpu.name} reports {gpu.total_gib:.2f}"
+    return replace(gpu, total_bytes=total_bytes), (note,)
+
+
+def resolve_model(flags: Flags) -> tuple[ModelSpec, EngineSettings, tuple[str, ...], str | None]:
+    """(model, settings, notes, the name typed when it is not the model's own).
+
+    ``MODEL`` is a catalogue name, or a path to a config.json or its folder. A format in the name (-AWQ,
+    -FP8) becomes ``--quantization`` unless that flag is given.
+    """
+    from kvplan.spec.catalogue import DEFAULT_MODEL, find_model
+
+    found = find_model(flags.model or DEFAULT_MODEL, flags.settings.quantization)
+    settings = flags.settings
+    if found.implied_quantization and settings.quantization is None:
+        settings = replace(settings, quantization=found.implied_quantization)
+    return found.spec, settings, found.notes, found.resolved_from
 
 
 def bare_model(flags: Flags) -> ModelSpec:

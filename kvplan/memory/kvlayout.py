@@ -16,6 +16,7 @@ from kvplan.errors import InputError
 from kvplan.memory.formula import blocks_for
 from kvplan.spec.engine import Resolved
 from kvplan.spec.model import Layer, LayerKind, ModelSpec
+from kvplan.spec.weights import pipeline_layers
 
 BYTES_PER_ELEMENT = {
     "float32": 4,
@@ -82,7 +83,6 @@ class KVLayout:
 
     groups: tuple[KVGroup, ...]
     stage_block_bytes: tuple[int, ...]  # bytes of one block on a rank of each pipeline stage
-    stage_layers: tuple[int, ...]
     block_size: int  # of the attention groups, as the engine logs it
     in_flight_tokens: int
     max_model_len: int
@@ -174,7 +174,11 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
     pages = _raise_block_size(pages, engine, said)
     pages = _unify_pages(pages, engine)
     members = _group_layers(pages)
-    stages = stage_bounds(len(pages), engine.settings.pipeline_parallel_size)
+    stages = [
+        (stage.start, stage.stop)
+        for stage in pipeline_layers(model.num_layers, engine.settings.pipeline_parallel_size)
+    ]
+    stages[-1] = (stages[-1][0], len(pages))  # layers that draft tokens sit on the last stage
     groups = []
     for indices in members:
         first = _page(pages, indices[0])
@@ -207,7 +211,6 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
     return KVLayout(
         groups=tuple(groups),
         stage_block_bytes=stage_block_bytes,
-        stage_layers=tuple(high - low for low, high in stages),
         block_size=lcm(*attention) if attention else groups[0].block_size,
         in_flight_tokens=engine.max_in_flight_tokens,
         max_model_len=engine.max_model_len,
@@ -219,20 +222,6 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
         padding_layers=largest * len(members) - sum(len(indices) for indices in members),
         assumptions=tuple(dict.fromkeys(said)),
     )
-
-
-def stage_bounds(layers: int, stages: int) -> list[tuple[int, int]]:
-    """(first, last + 1) layer of each stage; spare layers go to the stages before the last."""
-    if stages > layers:
-        raise InputError(f"-pp {stages} has more stages than the model has layers ({layers}).")
-    sizes = [layers // stages] * stages
-    for k in range(layers % stages):
-        sizes[-2 - k if stages > 1 + k else 0] += 1
-    bounds, start = [], 0
-    for size in sizes:
-        bounds.append((start, start + size))
-        start += size
-    return bounds
 
 
 def bytes_per_element(dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""The KV layout against vLLM 0.32's own arithmetic: every record of ../shared/oracle/kv_cache_configs.jsonl."""
+"""The KV layout against vLLM 0.32's own arithmetic, record by record of kv_cache_configs.jsonl."""
 
 from __future__ import annotations
 

@@ -1,0 +1,273 @@
+"""Joins model, GPU and engine flags into an answer: how many blocks, does it start, what would help.
+
+`estimate` is what `kvplan estimate` prints; `pool_for` is the part that a simulation needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from kvplan.errors import InputError
+from kvplan.memory.budget import Budget, Term, padded_vocab, stage_budget
+from kvplan.memory.kvlayout import KVGroup, KVLayout, kv_layout
+from kvplan.spec.engine import EngineSettings, Resolved, resolve
+from kvplan.spec.gpu import GIB, GPU
+from kvplan.spec.model import LayerKind, ModelSpec
+from kvplan.spec.weights import effective_quantization, weight_bytes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests at once for a length mix. ``low`` and ``high`` are the 5th and 95th percentile over random
+    sets of its requests (equal for one length); ``too_long`` requests exceed max_model_len."""
+
+    source: str
+    requests: int
+    mean_tokens: float
+    mean_blocks: float
+    concurrency: float
+    low: float
+    high: float
+    too_long: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the engine starts. ``short_by_bytes`` is what one request at max_model_len lacks, per rank."""
+
+    fits: bool | None  # None: nothing to decide (the bare formula)
+    reason: str
+    short_by_bytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All that is known about one model on one GPU type under one set of flags; bytes are per rank.
+
+    ``budget`` is the pipeline stage that decides; None when the pool was given by hand or weights are
+    unknown. ``num_gpu_blocks`` includes the null block, as the engine logs it.
+    """
+
+    model: ModelSpec
+    gpu: GPU
+    engine: Resolved
+    layout: KVLayout
+    budget: Budget | None
+    available_kv_bytes: int
+    num_gpu_blocks: int
+    kv_cache_tokens: int
+    max_concurrency: float
+    needed_bytes_one_request: int
+    estimated_max_model_len: int
+    verdict: Verdict
+    workload: Workload | None
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The KV pool of one rank as a simulation needs it."""
+
+    num_gpu_blocks: int  # null block included
+    block_size: int
+    bytes_per_block: int
+    groups: tuple[KVGroup, ...]
+    max_concurrency: float
+    engine: Resolved
+    verdict: Verdict
+    assumptions: tuple[str, ...]
+
+
+def pool_for(model: ModelSpec, gpu: GPU, settings: EngineSettings) -> PoolPlan:
+    """The pool that ``model`` gets on ``gpu``. Raises `InputError` for what the engine refuses as input."""
+    e = estimate(model, gpu, settings)
+    return PoolPlan(
+        e.num_gpu_blocks,
+        e.layout.block_size,
+        e.layout.bytes_per_block,
+        e.layout.groups,
+        e.max_concurrency,
+        e.engine,
+        e.verdict,
+        e.assumptions,
+    )
+
+
+def estimate(
+    model: ModelSpec,
+    gpu: GPU,
+    settings: EngineSettings,
+    lengths: Sequence[int] | None = None,
+    lengths_source: str = "",
+) -> Estimate:
+    """Split the GPU, lay out the KV cache, count blocks and requests, and say whether the engine starts.
+
+    ``lengths`` (tokens, input + output) adds the concurrency at a real mix. Raises `InputError` for flags
+    that the engine refuses before it looks at memory.
+    """
+    engine = resolve(settings, model, gpu)
+    check_split(model, engine)
+    layout = kv_layout(model, engine)
+    assumptions = [*engine.assumptions, *layout.assumptions]
+    budget: Budget | None = None
+    if settings.kv_cache_memory_bytes is not None:
+        available = settings.kv_cache_memory_bytes
+        blocks = layout.num_blocks(available)
+    elif settings.num_gpu_blocks_override is not None:
+        blocks = settings.num_gpu_blocks_override
+        available = blocks * layout.bytes_per_block
+    elif not model.tensors:
+        available = blocks = 0
+    else:
+        budgets = [
+            stage_budget(model, gpu, engine, weights_term(model, settings, stage), stage)
+            for stage in range(settings.pipeline_parallel_size)
+        ]
+        stage_blocks = [
+            b.available_kv_bytes // size for b, size in zip(budgets, layout.stage_block_bytes, strict=True)
+        ]
+        deciding = stage_blocks.index(min(stage_blocks))
+        budget = budgets[deciding]
+        available, blocks = budget.available_kv_bytes, max(0, stage_blocks[deciding])
+        assumptions += budget.notes
+        if len(budgets) > 1:
+            assumptions.append(f"figures are of pipeline stage {deciding}, which decides")
+    needed = layout.needed_bytes(engine.max_model_len)
+    return Estimate(
+        model=model,
+        gpu=gpu,
+        engine=engine,
+        layout=layout,
+        budget=budget,
+        available_kv_bytes=available,
+        num_gpu_blocks=blocks,
+        kv_cache_tokens=layout.cache_tokens(blocks),
+        max_concurrency=layout.max_concurrency(blocks),
+        needed_bytes_one_request=needed,
+        estimated_max_model_len=layout.longest_request(blocks, max_len_limit(model, engine)),
+        verdict=_verdict(model, engine, layout, budget, available, blocks),
+        workload=None if lengths is None else _workload(lengths, lengths_source, engine, layout, blocks),
+        assumptions=tuple(dict.fromkeys(assumptions)),
+    )
+
+
+def max_len_limit(model: ModelSpec, engine: Resolved) -> int:
+    """The longest max_model_len worth naming: the model's own, else what was asked."""
+    return max(model.max_position_embeddings, engine.max_model_len)
+
+
+def weights_term(model: ModelSpec, settings: EngineSettings, stage: int) -> Term:
+    """Weights of one rank of pipeline stage ``stage``."""
+    found = weight_bytes(model, settings)
+    ranks = settings.tensor_parallel_size
+    if ranks > 1:
+        whole = weight_bytes(model, replace(settings, tensor_parallel_size=1)).stages[stage].bytes
+        why = f"{whole / GIB:.2f} / TP {ranks}"
+        if abs(whole / ranks - found.stages[stage].bytes) > 0.01 * found.stages[stage].bytes:
+            why += ", some parts on every rank"
+    elif effective_quantization(model, settings) is None and settings.pipeline_parallel_size == 1:
+        why = f"{found.formula.replace(' x ', ' parameters x ', 1)}"
+    else:
+        quantization = effective_quantization(model, settings)
+        why = f"{quantization.method}, {quantization.bits} bit" if quantization else "16 bit"
+        if settings.pipeline_parallel_size > 1:
+            why += f", stage {stage} of PP {settings.pipeline_parallel_size}"
+    return Term(found.stages[stage].bytes, why, found.source, found.formula)
+
+
+def check_split(model: ModelSpec, engine: Resolved) -> None:
+    """Refuse a TP size that the engine cannot split the model by, naming what does not divide."""
+    tp = engine.settings.tensor_parallel_size
+    causes = _split_causes(model, tp)
+    if not causes:
+        return
+    usable = [n for n in range(1, 65) if not _split_causes(model, n)]
+    shown = [str(n) for n in usable if n <= 16] or ["1"]
+    listed = ", ".join(shown[:-1]) + f" or {shown[-1]}" if len(shown) > 1 else shown[0]
+    raise InputError(f"-tp {tp} cannot split {' and '.join(causes)}.\n  Use {listed}.")
+
+
+def _split_causes(model: ModelSpec, tp: int) -> list[str]:
+    causes = []
+    if model.heads % tp:
+        causes.append(f"{model.heads} attention heads")
+    kv_heads = {layer.kv_heads for layer in model.layers if layer.kv_heads and layer.kind != LayerKind.MLA}
+    for heads in sorted(kv_heads):
+        if heads % tp and tp % heads:
+            causes.append(f"{heads} KV heads")
+    if model.vocab_size and padded_vocab(model.vocab_size, 1) % tp:
+        causes.append(f"a vocabulary of {model.vocab_size:,}")
+    return causes
+
+
+def _verdict(
+    model: ModelSpec,
+    engine: Resolved,
+    layout: KVLayout,
+    budget: Budget | None,
+    available: int,
+    blocks: int,
+) -> Verdict:
+    one = layout.blocks_per_request(engine.max_model_len)
+    floor = one + layout.null_block_counts
+    short = floor * layout.bytes_per_block - available
+    if budget is None and not available:
+        return Verdict(None, "weights unknown: only the formula", 0)
+    if budget is not None and available <= 0:
+        if budget.weights.bytes > budget.budget_bytes:
+            reason = (
+                f"weights alone are {budget.weights.bytes / GIB:.2f}, "
+                f"the budget is {budget.budget_bytes / GIB:.2f}"
+            )
+        else:
+            reason = "nothing is left for KV after weights and the engine"
+        return Verdict(False, reason, short)
+    if blocks < floor:
+        have = available / GIB
+        reason = (
+            f"one request of {engine.max_model_len:,} tokens needs "
+            f"{floor * layout.bytes_per_block / GIB:.2f}, the pool is {have:.2f}"
+        )
+        return Verdict(False, reason, max(1, short))
+    has_state = any(group.kind is LayerKind.STATE for group in layout.groups)
+    if has_state and engine.max_num_seqs > blocks:
+        reason = (
+            f"max_num_seqs {engine.max_num_seqs:,} exceeds the {blocks:,} blocks: every running "
+            "request holds a state block"
+        )
+        return Verdict(False, reason, (engine.max_num_seqs - blocks) * layout.bytes_per_block)
+    return Verdict(True, "", short)
+
+
+def _workload(
+    lengths: Sequence[int], source: str, engine: Resolved, layout: KVLayout, blocks: int
+) -> Workload:
+    """How many requests of this mix are held at once when each takes the blocks of its whole length.
+
+    The number that fills the pool is a renewal count: mean N / m, spread by the variation of the sum.
+    """
+    fitting = [n for n in lengths if n <= engine.max_model_len]
+    if not fitting:
+        raise InputError(f"every request of {source} is longer than max_model_len {engine.max_model_len:,}.")
+    counts: dict[int, int] = {}
+    for n in fitting:
+        counts[n] = counts.get(n, 0) + 1
+    total = len(fitting)
+    size = {n: layout.blocks_per_request(n) for n in counts}
+    mean = sum(size[n] * k for n, k in counts.items()) / total
+    variance = sum((size[n] - mean) ** 2 * k for n, k in counts.items()) / total
+    at_once = blocks / mean
+    spread = 1.645 * sqrt(at_once * variance) / mean
+    limit = float(engine.max_num_seqs)
+    return Workload(
+        source=source,
+        requests=len(lengths),
+        mean_tokens=sum(n * k for n, k in counts.items()) / total,
+        mean_blocks=mean,
+        concurrency=min(limit, at_once),
+        low=min(limit, max(0.0, at_once - spread)),
+        high=min(limit, at_once + spread),
+        too_long=len(lengths) - total,
+    )
