@@ -100,8 +100,9 @@ class Kernels:
         return bool(self.peaks.get(dtype))
 
     def gemm(self, dtype: str) -> GemmFit:
-        """Constants of a GEMM in bf16, fp8, fp8_block or nvfp4; others' where this GPU has none."""
+        """Constants of a GEMM in bf16, fp8, fp8_block or nvfp4; other GPUs' where this one has none."""
         fits = self.table["gemm"]
+        dtype = "fp8" if dtype == "fp8_block" else dtype  # its tables time a launch, not the kernel
         row = fits.get(dtype) or _nearest("gemm", dtype) or fits["bf16"]
         return GemmFit(
             row["e_w"], row["e_f"], row["c_us"] * 1e-6, row["p"], row.get("e_q") or 0.0, row["error"]

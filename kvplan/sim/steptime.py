@@ -175,13 +175,14 @@ def gemm_s(m: Seconds, n: float, k: float, form: Format, kernels: Kernels, fused
     """Seconds of one GEMM of m x k by k x n.
 
     ``fused``: fp8 activations are quantised inside the kernel before (compiled engines do), so its launch is
-    not paid. Its traffic stays: the tables only know the sum of both kernels. Fp4 keeps a kernel of its own.
+    not paid. Its traffic stays: the tables only know the sum of both kernels. Fp4 and block-scaled fp8 keep a
+    kernel of their own.
     """
     fit = kernels.gemm(form.gemm)
     moved = n * k * form.weight_bytes + m * (k * form.activation_bytes + 2.0 * n)
     memory = moved / (fit.weight_efficiency * kernels.bandwidth)
     compute = 2.0 * m * n * k / (fit.flop_efficiency * kernels.peak(form.peak))
-    fused = fused and form.gemm in ("fp8", "fp8_block") and fit.quantize_efficiency > 0
+    fused = fused and form.gemm == "fp8" and fit.quantize_efficiency > 0
     fixed = max(0.0, fit.fixed_s - kernels.small_kernel_s) if fused else fit.fixed_s
     seconds = p_norm(memory, compute, fit.p) + fixed
     if fit.quantize_efficiency:
