@@ -105,10 +105,20 @@ OPT = Architecture(
     position_rows_extra=2, rotary=False,
 )  # fmt: skip
 GPT2 = replace(OPT, position_rows_extra=0)
-FALCON = Architecture(layout="falcon", tied=True, gated=False, norms=1, norm_bias=True, qkv_bias="bias",
-                      o_bias="bias", mlp_bias="bias")  # fmt: skip
-MAMBA1 = Architecture(layout="mamba", tied=True, norms=1, rotary=False,
-                      defaults={"mamba_conv_kernel": 4, "mamba_expand": 2})  # fmt: skip
+FALCON = Architecture(
+    layout="falcon",
+    defaults={"max_position_embeddings": 2048},
+    tied=True,
+    gated=False,
+    norms=1,
+    norm_bias=True,
+    qkv_bias="bias",
+    o_bias="bias",
+    mlp_bias="bias",
+)
+MAMBA1 = Architecture(
+    layout="mamba", tied=True, norms=1, rotary=False, defaults={"mamba_conv_kernel": 4, "mamba_expand": 2}
+)
 SEQ2SEQ = replace(OPT, layout="decoder")
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -122,8 +132,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": MISTRAL,
     "Mistral3ForConditionalGeneration": MISTRAL,
     "MixtralForCausalLM": MISTRAL,
-    "Starcoder2ForCausalLM": Architecture(layout="window_all", tied=True, gated=False, qkv_bias=True, o_bias=True,
-                                          mlp_bias=True, norm_bias=True),
+    "Starcoder2ForCausalLM": Architecture(
+        layout="window_all", tied=True, gated=False, qkv_bias=True, o_bias=True, mlp_bias=True, norm_bias=True
+    ),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": replace(QWEN2, shared_gate=True),
     "Qwen2VLForConditionalGeneration": QWEN2,
@@ -146,20 +157,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": GEMMA4,
     "Llama4ForConditionalGeneration": Architecture(
-        layout="llama4", defaults={"attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "head_dim": 128}
+        layout="llama4",
+        defaults={"attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "head_dim": 128},
     ),
-    "PhiForCausalLM": Architecture(gated=False, norms=1, norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True,
-                                   head_bias=True),
+    "PhiForCausalLM": Architecture(
+        gated=False, norms=1, norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True
+    ),
     "Phi3ForCausalLM": Architecture(layout="phi3"),
     "PhiMoEForCausalLM": Architecture(qkv_bias=True, o_bias=True, norm_bias=True, head_bias=True),
     "CohereForCausalLM": COHERE,
-    "Cohere2ForCausalLM": replace(COHERE, layout="pattern", qk_norm="",
-                                  defaults={"sliding_window_pattern": 4, "sliding_window": 4096}),
+    "Cohere2ForCausalLM": replace(
+        COHERE, layout="pattern", qk_norm="", defaults={"sliding_window_pattern": 4, "sliding_window": 4096}
+    ),
     "Olmo2ForCausalLM": OLMO2,
-    "Olmo3ForCausalLM": replace(OLMO2, layout="pattern",
-                                defaults={"sliding_window_pattern": 4, "sliding_window": 4096}),
+    "Olmo3ForCausalLM": replace(
+        OLMO2, layout="pattern", defaults={"sliding_window_pattern": 4, "sliding_window": 4096}
+    ),
     "GptOssForCausalLM": Architecture(
-        layout="layer_types", qkv_bias=True, o_bias=True, mlp_bias=True,
+        layout="layer_types",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
         defaults={"sliding_window": 128, "head_dim": 64},
     ),
     "DeepseekV2ForCausalLM": replace(MLA, router_bias=""),
@@ -182,14 +200,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Step3p7FlashForCausalLM": Architecture(layout="layer_types", mtp_in_file=False),
     "DeciLMForCausalLM": Architecture(layout="deci"),
     "NemotronHForCausalLM": Architecture(
-        layout="nemotron_h", gated=False, norms=1, router_bias="score", ssm_dtype="float32", rotary=False,
+        layout="nemotron_h",
+        gated=False,
+        norms=1,
+        router_bias="score",
+        ssm_dtype="float32",
+        rotary=False,
         defaults={"mamba_conv_kernel": 4},
     ),
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "JambaForCausalLM": Architecture(
-        layout="jamba", rotary=False,
-        defaults={"mamba_conv_kernel": 4, "mamba_expand": 2, "mamba_state_size": 16, "attn_layer_period": 8,
-                  "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
+        layout="jamba",
+        rotary=False,
+        defaults={
+            "mamba_conv_kernel": 4,
+            "mamba_expand": 2,
+            "mamba_state_size": 16,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        },
     ),
     "MambaForCausalLM": MAMBA1,
     "FalconMambaForCausalLM": MAMBA1,
@@ -198,20 +229,26 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": replace(GPT2, layout="multi_query"),
     "GPTJForCausalLM": Architecture(gated=False, norms=1, norm_bias=True, mlp_bias=True, head_bias=True),
-    "GPTNeoXForCausalLM": Architecture(gated=False, norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "GPTNeoXForCausalLM": Architecture(
+        gated=False, norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True
+    ),
     "BloomForCausalLM": replace(OPT, position_rows_extra=-1, embedding_norm=True),
     "MPTForCausalLM": Architecture(tied=True, gated=False, rotary=False),
     "DbrxForCausalLM": Architecture(),
     "ChatGLMModel": Architecture(layout="chatglm", qkv_bias="add_qkv_bias"),
     "BartForConditionalGeneration": SEQ2SEQ,
     "WhisperForConditionalGeneration": SEQ2SEQ,
-    "T5ForConditionalGeneration": replace(SEQ2SEQ, qkv_bias=False, o_bias=False, mlp_bias=False, norm_bias=False),
-}  # fmt: skip
+    "T5ForConditionalGeneration": replace(
+        SEQ2SEQ, qkv_bias=False, o_bias=False, mlp_bias=False, norm_bias=False, position_rows_extra=-1
+    ),
+}
 
 # Known by name, but not how they lay out what they keep: refused with the reason, never guessed.
 REFUSED: dict[str, str] = {
     "DeepseekV4ForCausalLM": "compressed attention (compress_ratios): how an engine stores its compressor "
     "state is not known here",
+    "MllamaForConditionalGeneration": "cross-attention layers keep K and V of an image, not of the text",
+    "Zamba2ForCausalLM": "Mamba layers that share attention blocks: the shapes are not known here",
     "RwkvForCausalLM": "RWKV: no engine handled here serves it",
 }
 

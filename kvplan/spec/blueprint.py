@@ -324,6 +324,28 @@ def _gemma_extras(fields: Fields, arch: Architecture, moe: MoE | None) -> Iterat
         yield _vector("other", "altup", 7 * hidden + 80)
 
 
+def _encoder(fields: Fields, arch: Architecture) -> Iterator[Tensor]:
+    """The encoder of an encoder-decoder, and the decoder layers' attention to it."""
+    hidden, inner = (
+        fields.int("hidden_size"),
+        fields.int("d_kv", 0) * fields.int("num_attention_heads")
+        if (fields.has("d_kv"))
+        else fields.int("hidden_size"),
+    )
+    decoders, width = (
+        fields.int("num_hidden_layers"),
+        fields.int("encoder_ffn_dim", fields.int("intermediate_size")),
+    )
+    layers = fields.int("encoder_layers", fields.int("num_layers", decoders))
+    attention = 4 * hidden * inner
+    yield Tensor("attention", "encoder_attn", decoders * attention, split=Split.OUT)
+    yield Tensor("other", "encoder", layers * (attention + 2 * hidden * width), split=Split.OUT)
+    if fields.has("max_source_positions"):
+        yield Tensor("other", "encoder positions", fields.int("max_source_positions"), hidden)
+        mel = fields.int("num_mel_bins", 80)
+        yield Tensor("other", "encoder convolutions", 3 * hidden * (mel + hidden))
+
+
 # ---- outside the layers -----------------------------------------------------------------------------
 
 
@@ -334,6 +356,8 @@ def _outside(fields: Fields, arch: Architecture, tied: bool) -> Iterator[Tensor]
         yield Tensor("lm_head", "embed_tokens", vocab, hidden, Split.VOCAB, engine_only=True, stage="tied")
     else:
         yield Tensor("lm_head", "lm_head", vocab, hidden, Split.VOCAB, stage="last")
+    if arch.layout == "decoder":
+        yield from _encoder(fields, arch)
     if arch.head_bias:
         yield _vector("lm_head", "lm_head.bias", vocab, Split.VOCAB)
     if arch.position_rows_extra >= 0:

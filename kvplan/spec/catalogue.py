@@ -15,17 +15,25 @@ from kvplan.spec.gpu import GPU
 from kvplan.spec.hf_config import model_from_config, read_config
 from kvplan.spec.model import ModelSpec
 from kvplan.spec.quantization import quantization_by_name
+from kvplan.spec.safetensors import loaded_bytes
 
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 DEFAULT_GPU = "H100 SXM"
 
 # Words that do not change what a model is, and formats that become --quantization (CLI.md, "Shared flags").
-# Longest first, so that fp8-dynamic is not read as fp8; the value is a --quantization of `quantization.NAMED`.
+# Longest first, so that fp8-dynamic is not read as fp8; the value is one of `quantization.NAMED`.
 FORMATS: tuple[tuple[str, str], ...] = (
-    ("fp8-dynamic", "compressed-tensors"), ("awq-int4", "awq"), ("gptq-int4", "gptq"), ("quantized.w8a8", "compressed-tensors"),
-    ("quantized.w4a16", "w4a16"), ("w8a8", "compressed-tensors"), ("w4a16", "w4a16"), ("nvfp4", "modelopt_fp4"), ("awq", "awq"),
+    ("fp8-dynamic", "compressed-tensors"),
+    ("awq-int4", "awq"),
+    ("gptq-int4", "gptq"),
+    ("quantized.w8a8", "compressed-tensors"),
+    ("quantized.w4a16", "w4a16"),
+    ("w8a8", "compressed-tensors"),
+    ("w4a16", "w4a16"),
+    ("nvfp4", "modelopt_fp4"),
+    ("awq", "awq"),
     ("fp8", "fp8"),
-)  # fmt: skip
+)
 WORDS = ("instruct", "it", "chat", "text", "mtp", "hf")
 _FORMAT = re.compile(rf"(?:^|-)({'|'.join(re.escape(word) for word, _ in FORMATS)})(?=-|$)")
 _WORD = re.compile(rf"(?:^|-)(?:{'|'.join(WORDS)})(?=-|$)")
@@ -145,8 +153,7 @@ def find_model(name_or_path: str, quantization: str | None = None) -> ResolvedMo
     """
     path = Path(name_or_path)
     if name_or_path.endswith(".json") or path.is_dir() or path.is_file():
-        spec = model_from_config(read_config(path), _name_of(path), str(path))
-        return ResolvedModel(_quantised(spec, quantization))
+        return ResolvedModel(_quantised(_local_model(path), quantization))
     plain = plain_name(name_or_path)
     if plain in _exact_names():
         entry, format = _exact_names()[plain]
@@ -158,6 +165,14 @@ def find_model(name_or_path: str, quantization: str | None = None) -> ResolvedMo
     raise _unknown(name_or_path)
 
 
+def _local_model(path: Path) -> ModelSpec:
+    """The model of a config.json or a folder; weight files beside it say how many bytes are loaded."""
+    spec = model_from_config(read_config(path), _name_of(path), str(path))
+    folder = path if path.is_dir() else path.parent
+    stored = loaded_bytes(folder, spec) if path.is_dir() or path.name == "config.json" else None
+    return replace(spec, stored_bytes=stored) if stored else spec
+
+
 def _resolved(
     entry: ModelEntry, format: str | None, resolved_from: str | None, given: str | None
 ) -> ResolvedModel:
@@ -165,7 +180,7 @@ def _resolved(
     spec = entry.spec()
     own = spec.quantization
     if given is not None or format is None:
-        notes = (f"{resolved_from} is not in the catalogue: taken as {entry.id}",) if resolved_from else ()
+        notes = (f"{resolved_from} is taken as {entry.id}",) if resolved_from else ()
         return ResolvedModel(_quantised(spec, given), resolved_from, None, notes)
     asked = quantization_by_name(format)
     if own is not None and asked is not None and own.bits == asked.bits:
@@ -173,7 +188,7 @@ def _resolved(
     else:
         spec, implied = replace(spec, quantization=asked), asked.method if asked else format
     taken = f", --quantization {implied}" if implied else ""
-    notes = (f"{resolved_from or format} is not in the catalogue: taken as {entry.id}{taken}",)
+    notes = (f"{resolved_from} is taken as {entry.id}{taken}",)
     return ResolvedModel(spec, resolved_from, implied, notes if resolved_from else ())
 
 
@@ -197,14 +212,14 @@ def _name_of(path: Path) -> str:
 
 
 def _unknown(name: str) -> InputError:
-    known = list(_exact_names())
     plain = plain_name(name)
-    short, _ = base_name(name)
+    short, _ = base_name(plain)
+    known = list(dict.fromkeys([*_base_names(), *_exact_names()]))
     near = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
-    near += [each for each in difflib.get_close_matches(short, known, n=2, cutoff=0.7) if each not in near]
-    query = re.split(r"[-.\d]", plain)[0]
+    near += [each for each in difflib.get_close_matches(short, known, n=3, cutoff=0.6) if each not in near]
+    query = re.split(r"[-.\d]", near[0] if near else plain)[0]
     hint = (
-        f"  Nearest: {', '.join(near)}. More: kvplan models {query}" if near else "  All names: kvplan models"
+        f"  Nearest: {', '.join(near[:3])}. More: kvplan models {query}" if near else "  All: kvplan models"
     )
     return InputError(
         f"MODEL {name!r} is neither in the catalogue nor a path; pass its config.json.\n{hint.rstrip()}"

@@ -18,7 +18,7 @@ from kvplan.spec.architectures import (
     Architecture,
 )
 from kvplan.spec.blueprint import tensors
-from kvplan.spec.fields import Fields
+from kvplan.spec.fields import LARGEST_OTHER, Fields
 from kvplan.spec.layouts import LAYOUTS
 from kvplan.spec.model import LayerKind, ModelSpec, MoE, ParameterCount
 from kvplan.spec.quantization import read_quantization
@@ -92,7 +92,7 @@ def model_from_config(config: Mapping[str, Any], name: str, source: str) -> Mode
         source=source,
     )
     if any(config.get(part) for part in TOWERS):
-        notes.append("text part only: the KV cache of image and audio tokens is that of text tokens")
+        notes.append("text part only; image and audio tokens keep K and V like text tokens")
     assumed = {key: value for key, value in fields.assumed.items() if key != "num_hidden_layers"}
     if assumed:
         listed = ", ".join(f"{key} {value}" for key, value in assumed.items())
@@ -184,15 +184,20 @@ def _moe(fields: Fields) -> MoE | None:
 
 
 def _longest(fields: Fields, notes: list[str]) -> int:
-    """Longest context; plain rope scaling of old configs stretches it (llama3 and yarn already count it)."""
-    length = fields.int("max_position_embeddings", 0) if fields.has("max_position_embeddings") else 0
-    scaling = fields.section("rope_scaling")
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    gemma3 = str(fields.text("model_type")).startswith("gemma3")
-    if kind in ("linear", "dynamic") and isinstance(factor, int | float) and factor > 1 and not gemma3:
-        length = int(length * factor)
-    if not length:
+    """Longest context as engines derive it: old scalings stretch it, yarn its original; 0 = unknown."""
+    if not fields.has("max_position_embeddings"):
         notes.append("max_position_embeddings is absent: give --max-model-len")
+        return 0
+    length = fields.int("max_position_embeddings")
+    scaling = fields.section("rope_scaling") or fields.section("rope_parameters")
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 < factor < 1e6:
+        return length
+    original = scaling.get("original_max_position_embeddings")
+    if kind in ("linear", "dynamic") and not fields.text("model_type").startswith("gemma3"):
+        length = int(length * factor)
+    elif kind == "yarn" and isinstance(original, int) and 0 < original < LARGEST_OTHER:
+        length = int(original * factor)
     return length
 
 

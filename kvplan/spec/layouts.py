@@ -77,9 +77,8 @@ def qwen2(fields: Fields, arch: Architecture, notes: Notes) -> list[Layer]:
 
 def phi3(fields: Fields, arch: Architecture, notes: Notes) -> list[Layer]:
     if fields.optional_int("sliding_window"):
-        notes.append(
-            f"sliding_window {fields.optional_int('sliding_window'):,} counted as full attention, as vLLM does"
-        )
+        window = fields.optional_int("sliding_window")
+        notes.append(f"sliding_window {window:,} counted as full attention, as vLLM does")
     return [attention_layer(fields)] * _count(fields)
 
 

@@ -135,6 +135,7 @@ class ModelSpec:
     quantization: Quantization | None = None
     parameters: ParameterCount | None = None  # None when only the bare formula was asked for
     tensors: tuple[Tensor, ...] = ()  # every weight; empty when only the bare formula was asked for
+    stored_bytes: int = 0  # in the safetensors of a local folder, as far as engines load them; 0 = not read
     multimodal: bool = False
     source: str = ""
     assumptions: tuple[str, ...] = ()

@@ -168,7 +168,7 @@ _READERS: dict[str, Any] = {
 
 
 def matrix_bytes(quantization: Quantization, out: int, in_: int, experts: int = 1) -> list[int]:
-    """Bytes of each tensor that stores ``experts`` matrices [out, in]: values first, then scales and the like.
+    """Bytes of each tensor that stores ``experts`` matrices [out, in]: the values, then scales and the like.
 
     The engine's formats after loading (BUDGET.md section 2). Integers of less than 8 bits are those of Marlin
     kernels: zero points even where they are all zero, and two orders of the input rows unless it is AWQ.

@@ -7,12 +7,10 @@ Rules: BUDGET.md section 2. Within 0.006 GiB of what engines log for dense 16-bi
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from kvplan.errors import InputError
 from kvplan.spec.engine import EngineSettings
@@ -65,6 +63,7 @@ def weight_bytes(model: ModelSpec, settings: EngineSettings) -> WeightBytes:
     quantization = effective_quantization(model, settings)
     element = compute_bytes(model, settings)
     speculates = settings.num_speculative_tokens > 0 and settings.speculative_model is None
+    scale = _scale(model)
     stages = []
     for index, layers in enumerate(pipeline_layers(model.num_layers, settings.pipeline_parallel_size)):
         parts: dict[str, int] = {}
@@ -76,14 +75,31 @@ def weight_bytes(model: ModelSpec, settings: EngineSettings) -> WeightBytes:
                 size = sum(
                     map(allocated, _stored(tensor, settings, element, quantization if covered else None))
                 )
-                parts[tensor.part] = parts.get(tensor.part, 0) + count * size
+                parts[tensor.part] = parts.get(tensor.part, 0) + round(scale * count * size)
         stages.append(StageWeights(layers, sum(parts.values()), parts))
-    notes = (
-        ()
-        if model.quantization is quantization
-        else (f"quantised as --quantization {settings.quantization}",)
-    )
-    return WeightBytes(tuple(stages), _formula(model, settings, quantization, element), "shape", notes)
+    notes = []
+    if quantization is not model.quantization:
+        notes.append(f"weights as --quantization {settings.quantization}")
+    if scale != 1:
+        notes.append(f"weights scaled by {scale:.4f}: the files hold {model.stored_bytes:,} B")
+    formula = _formula(model, settings, quantization, element)
+    source = "safetensors" if model.stored_bytes else "shape"
+    return WeightBytes(tuple(stages), formula, source, tuple(notes))
+
+
+def _scale(model: ModelSpec) -> float:
+    """What the local files hold against the count by shape; 1 when they agree to 0.5 % or are not there."""
+    if not model.stored_bytes:
+        return 1.0
+    counted = 0
+    for tensor in model.tensors:
+        if tensor.engine_only or tensor.stage == "mtp":
+            continue
+        for count, covered in _covered(tensor, tensor.layers or (-1,), model.quantization, model):
+            quantization = model.quantization if covered else None
+            counted += count * sum(_stored(tensor, EngineSettings(), 2, quantization, padded=False))
+    ratio = model.stored_bytes / counted
+    return 1.0 if abs(ratio - 1) < 0.005 else ratio
 
 
 def compute_bytes(model: ModelSpec, settings: EngineSettings) -> int:
@@ -199,14 +215,18 @@ def _is_ignored(tensor: Tensor, layer: int, pattern: re.Pattern[str]) -> bool:
 
 
 def _stored(
-    tensor: Tensor, settings: EngineSettings, element: int, quantization: Quantization | None
+    tensor: Tensor,
+    settings: EngineSettings,
+    element: int,
+    quantization: Quantization | None,
+    padded: bool = True,
 ) -> Iterator[int]:
     """Bytes of each tensor that a rank stores for one layer's ``tensor``: the matrix and its scales."""
     experts, out, in_ = rank_shape(tensor, settings)
     if quantization is None:
         yield experts * out * in_ * (tensor.bytes_per_element or element)
         return
-    if quantization.method == "mxfp4" and tensor.split in (Split.EXPERT_OUT, Split.EXPERT_IN):
+    if padded and quantization.method == "mxfp4" and tensor.split in (Split.EXPERT_OUT, Split.EXPERT_IN):
         out, in_ = _mxfp4_padded(tensor, out, in_)
     yield from matrix_bytes(quantization, out, in_, experts)
 
@@ -268,34 +288,3 @@ def _formula(
         return f"{plain:,} x {element} B{split}"
     size = sum(matrix_bytes(quantization, 4096, 4096)) / 4096**2
     return f"{plain:,} x {element} B + {covered:,} x {size:.4g} B{split}"
-
-
-def safetensors_bytes(folder: Path) -> int | None:
-    """Bytes of all tensors of a model folder, from its index or its file headers; None without weights.
-
-    The files hold what engines may not load (MTP layers, second copies of tied embeddings). Raises
-    InputError for a damaged header.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
-        except (ValueError, KeyError, TypeError):
-            raise InputError(f"{index}: metadata.total_size is missing or no number.") from None
-    files = sorted(folder.glob("*.safetensors"))
-    return sum(_header_bytes(file) for file in files) if files else None
-
-
-def _header_bytes(file: Path) -> int:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 0 < length <= 100 * MIB:
-            raise InputError(f"{file}: not a safetensors file (header of {length:,} bytes).")
-        try:
-            header = json.loads(stream.read(length))
-            return max(
-                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-                default=0,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise InputError(f"{file}: the safetensors header is damaged.") from None

@@ -44,7 +44,7 @@ MOE = {
 
 GENERAL = "general knowledge, not read"
 # Models of the evidence, or often asked for, that the facts have no row for: the shape of another row with
-# changes, or a shape of its own. Unverified unless a logged weight figure agrees (tests/spec/test_weights.py).
+# changes, or a shape of its own. Marked unverified; test_weights.py checks those that logs weighed.
 LIKE: list[tuple[str, str, dict[str, Any]]] = [
     ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3.1-8B", {"max_position_embeddings": 8192}),
     ("meta-llama/Meta-Llama-3-70B", "meta-llama/Llama-3.1-70B", {"max_position_embeddings": 8192}),
@@ -119,7 +119,8 @@ TOWERS = {
 # Other names of the same shape. A pair names the quantisation that the name stands for.
 ALIASES: dict[str, list[str | list[str]]] = {
     "deepseek-ai/DeepSeek-R1": [
-        "DeepSeek-R1-0528", ["DeepSeek-R1-0528-MXFP4-Preview", "mxfp4"], ["DeepSeek-R1-0528-FP4-V2", "modelopt_fp4"],
+        "DeepSeek-R1-0528", ["DeepSeek-R1-0528-MXFP4-Preview", "mxfp4"],
+        ["DeepSeek-R1-0528-FP4-V2", "modelopt_fp4"],
     ],
     "deepseek-ai/DeepSeek-V3": ["DeepSeek-V3-0324", "DeepSeek-V3.1"],
     "deepseek-ai/DeepSeek-V3.2": ["DeepSeek-V3.2-Exp"],
@@ -245,7 +246,8 @@ def models(facts: Path) -> list[dict[str, Any]]:
             {
                 "id": name, "config": config, "published_parameters": None,
                 "vision_parameters": base["vision_parameters"], "extras_in_file": 0, "grade": None,
-                "source": f"{GENERAL}: shape of {like} with {', '.join(changes)} changed", "unverified": ["all fields"],
+                "source": f"{GENERAL}: shape of {like} with {', '.join(changes)} changed",
+                "unverified": ["all fields"],
             }
         )  # fmt: skip
     for name, file in RAW.items():
