@@ -32,9 +32,11 @@ def cap_scores(scores, cap):
 def load_page_ids(table_row, tile, end, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Block ids of a tile: one id where blocks hold whole tiles, else one per token. 0 behind the end."""
     if PAGE % TILE == 0:
-        return tl.load(table_row + tile * TILE // PAGE, mask=tile * TILE < end, other=0)
-    position = tile * TILE + tl.arange(0, TILE)
-    return tl.load(table_row + position // PAGE, mask=position < end, other=0)
+        ids = tl.load(table_row + tile * TILE // PAGE, mask=tile * TILE < end, other=0)
+    else:
+        position = tile * TILE + tl.arange(0, TILE)
+        ids = tl.load(table_row + position // PAGE, mask=position < end, other=0)
+    return ids
 
 
 @triton.jit
@@ -68,11 +70,11 @@ def attend_tiles(
 ):
     """Fold tokens ``low .. end - 1``, from tile ``first_tile`` on, into ``m, norm, acc`` and return them.
 
-    m is the largest base-2 score, norm the sum of 2 ** (score - m), acc that sum weighing the values. ``low``
-    lies in the first tile or before it. Plain form: q [ROWS, DIM_PAD], m and norm [ROWS], acc [ROWS, DIM_PAD]. SWAP_AB computes the transpose, q and
-    acc [DIM_PAD, ROWS], so that the long side (tokens, then DIM) is the M of the dot: wgmma wants M >= 64.
-    Block ids are fetched one tile ahead: an address that waits for an id loaded in the same iteration would
-    cost the software pipeline all its stages but one.
+    m is the largest base-2 score, norm the sum of 2 ** (score - m), acc that sum weighing the values; ``low``
+    lies in the first tile or before it. Plain form: q and acc [ROWS, DIM_PAD], m and norm [ROWS].
+    SWAP_AB computes the transpose, q and acc [DIM_PAD, ROWS], so that the long side (tokens, then DIM) is the
+    M of the dot: wgmma wants M >= 64. Block ids are fetched one tile ahead: an address that waits for an id
+    loaded in the same iteration would cost the software pipeline all its stages but one.
     """
     slots = tl.arange(0, TILE)
     dims = tl.arange(0, DIM_PAD)

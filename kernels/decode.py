@@ -130,7 +130,7 @@ def _decode_kernel(
     )
 
     # A sequence without tokens has norm = 0 (1 with a sink) and acc = 0; its output is 0.
-    inverse = tl.where(norm > 0, v_scale / norm, 0.0)
+    inverse = v_scale / tl.where(norm > 0, norm, 1.0)
     result = acc * (inverse[None, :] if SWAP_AB else inverse[:, None])
     if parts <= 1:
         if SWAP_AB:
@@ -141,8 +141,8 @@ def _decode_kernel(
     else:
         at = (row * KV_HEADS * GROUP + heads) * NUM_SPLITS + split
         tl.store(part_lse + at, m + tl.log2(norm), mask=rows < GROUP)
-        place = at[None, :] * DIM + dims[:, None] if SWAP_AB else at[:, None] * DIM + dims[None, :]
-        tl.store(part_out + place, result, mask=valid)
+        parts_at = at[None, :] * DIM + dims[:, None] if SWAP_AB else at[:, None] * DIM + dims[None, :]
+        tl.store(part_out + parts_at, result, mask=valid)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def _combine_kernel(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tuning of one launch: ``tile`` in tokens, whatever the block size; ``stages - 1`` tiles are in flight."""
+    """Tuning of one launch: ``tile`` in tokens, whatever the block size; ``stages - 1`` tiles in flight."""
 
     tile: int = 64
     warps: int = 4
@@ -215,7 +215,7 @@ def _device(index: int) -> tuple[int, tuple[int, int] | None]:
 
 def interpreting() -> bool:
     """Whether this module's kernels were built for Triton's interpreter (CPU tensors)."""
-    return not isinstance(_decode_kernel, triton.JITFunction)
+    return not isinstance(attend_tiles, triton.JITFunction)
 
 
 def device_traits(tensor: Tensor) -> tuple[int, tuple[int, int] | None]:
@@ -228,7 +228,7 @@ def device_traits(tensor: Tensor) -> tuple[int, tuple[int, int] | None]:
 
 
 def stored_as(cache: Tensor, capability: tuple[int, int] | None) -> tuple[Tensor, bool]:
-    """The cache as the kernel takes it, and whether that is e4m3 bits to unpack by hand (no hardware e4m3)."""
+    """The cache as the kernel takes it, and whether as e4m3 bits to unpack by hand (no hardware for it)."""
     by_hand = cache.dtype == torch.float8_e4m3fn and (capability is None or capability < (8, 9))
     return (cache.view(torch.uint8), True) if by_hand else (cache, False)
 

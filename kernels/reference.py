@@ -127,8 +127,8 @@ def mla_decode(
 
     ``q [batch, heads, latent + rope]`` (576 for DeepSeek: 512 latent, 64 rope), ``kv_cache [num_blocks,
     block_size, latent + rope]``; the row is the key, its first ``latent_dim`` numbers are the value.
-    ``scale`` must be given: it belongs to the head before absorption (DeepSeek-V3: ``192 ** -0.5``). Returns float64
-    ``[batch, heads, latent_dim]``.
+    ``scale`` must be given: it belongs to the head before absorption (DeepSeek-V3: ``192 ** -0.5``).
+    Returns float64 ``[batch, heads, latent_dim]``.
     """
     out = torch.zeros((*q.shape[:2], latent_dim), dtype=torch.float64, device=q.device)
     for row, n in enumerate(seq_lens.tolist()):

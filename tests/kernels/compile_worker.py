@@ -1,0 +1,198 @@
+"""Compiles kernels for GPUs that are not here and reports what the compiler made of them.
+
+Run as a process of its own (the test process interprets, this one compiles): reads one JSON request a line,
+answers one JSON line. The kernel's wrapper is called on CPU tensors with its kernels replaced by recorders,
+so what is compiled is exactly what a launch would specialise on: strides, alignments, constants, warps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import kvplan.kernels.attend
+import kvplan.kernels.decode
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+TRAITS = {80: (108, (8, 0)), 89: (128, (8, 9)), 90: (132, (9, 0)), 100: (148, (10, 0)), 942: (304, None)}
+
+
+class Recorder:
+    """Stands in a module for a kernel: ``kernel[grid](*args, **kwargs)`` only notes what was launched."""
+
+    def __init__(self, kernel: Any, launches: dict[str, tuple[Any, tuple, dict]]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launches[self.kernel.fn.__name__] = (self.kernel, args, kwargs)
+
+        return launch
+
+
+def record(module: Any, call: Callable[[], Any]) -> dict[str, tuple[Any, tuple, dict]]:
+    """The launches that ``call`` makes of the kernels defined in ``module``."""
+    launches: dict[str, tuple[Any, tuple, dict]] = {}
+    kept = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction) and value.fn.__module__ == module.__name__
+    }
+    try:
+        for name, kernel in kept.items():
+            setattr(module, name, Recorder(kernel, launches))
+        call()
+    finally:
+        for name, kernel in kept.items():
+            setattr(module, name, kernel)
+    return launches
+
+
+def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Any:
+    """Compile a recorded launch the way triton's own launcher would specialise it."""
+    options = {key: kwargs[key] for key in ("num_warps", "num_stages") if key in kwargs}
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    given.update({key: value for key, value in kwargs.items() if key not in options})
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(kernel.params):
+        value = given[param.name]
+        aligned = False
+        if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name], aligned = "*" + TYPES[value.dtype], True
+        elif isinstance(value, int):
+            signature[param.name] = "i32" if abs(value) < 2**31 else "i64"
+            aligned = value % 16 == 0 and not param.do_not_specialize
+        else:
+            signature[param.name] = "fp32"
+        if aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("hip", f"gfx{arch}", 64) if arch == 942 else GPUTarget("cuda", arch, 32)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def read_cuda(compiled: Any) -> dict[str, Any]:
+    """Registers, stack, shared memory, and how often each instruction of interest stands in the SASS."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: E731
+        usage = run(TOOLS / "cuobjdump", "-res-usage", file.name)
+        sass = run(TOOLS / "nvdisasm", "-c", file.name)
+    counts: Counter[str] = Counter()
+    for name in re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.M):
+        counts[name] += 1
+    loads = Counter({16: 0, 8: 0, 4: 0, 2: 0, 1: 0})
+    tensor_core = 0
+    for name, count in counts.items():
+        if name.startswith(("LDG", "LDGSTS")):
+            size = (
+                16
+                if ".128" in name
+                else 8
+                if ".64" in name
+                else 2
+                if "16" in name
+                else 1
+                if "8" in name
+                else 4
+            )
+            loads[size] += count
+        if name.startswith("UTMALDG"):
+            loads[16] += count
+        if re.match(r"[HQI]G?MMA|UTC[HQ]MMA", name):
+            tensor_core += count
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "shared_bytes": compiled.metadata.shared,
+        "loads": dict(loads),
+        "tensor_core": tensor_core,
+        "mma": sorted({name for name in counts if "MMA" in name}),
+    }
+
+
+def read_amd(compiled: Any) -> dict[str, Any]:
+    text = compiled.asm["amdgcn"]
+    return {
+        "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]),
+        "stack_bytes": int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1]),
+        "shared_bytes": compiled.metadata.shared,
+        "loads": {16: len(re.findall(r"(?:global|buffer)_load_dwordx4", text))},
+        "tensor_core": len(re.findall(r"v_mfma", text)),
+        "mma": sorted(set(re.findall(r"v_mfma\w+", text))),
+    }
+
+
+def traits_of(arch: int) -> Callable[[Any], tuple[int, tuple[int, int] | None]]:
+    return lambda _tensor: TRAITS[arch]
+
+
+def decode_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """A decode launch by dtype, kv_dtype, group, dim, block_size, splits, window, soft_cap, sinks, config."""
+    module = kvplan.kernels.decode
+    group, dim, kv_heads = request.get("group", 4), request.get("dim", 128), request.get("kv_heads", 8)
+    dtype = getattr(torch, request["dtype"])
+    kv_dtype = getattr(torch, request.get("kv_dtype", request["dtype"]))
+    cache = torch.zeros((4, request["block_size"], kv_heads, dim)).to(kv_dtype)
+    q = torch.zeros((2, kv_heads * group, dim), dtype=dtype)
+    table, lens = torch.zeros((2, 16), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    config = module.DecodeConfig(**request["config"]) if "config" in request else None
+    sinks = torch.zeros(kv_heads * group) if request.get("sinks") else None
+    options = {"num_splits": request.get("splits", 8), "config": config, "sinks": sinks}
+    options |= {key: request[key] for key in ("window", "soft_cap") if key in request}
+    return module, lambda: module.paged_decode(q, cache, cache, table, lens, **options)
+
+
+CALLS = {"decode": decode_call}
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    module, call = CALLS[request["kernel"]](request)
+    arch = request["arch"]
+    module.device_traits = traits_of(arch)
+    launches = record(module, call)
+    result = {}
+    for name, (kernel, args, kwargs) in launches.items():
+        # ptxas failures print the whole program; keep it out of the protocol.
+        with contextlib.redirect_stdout(io.StringIO()):
+            compiled = compile_launch(kernel, args, kwargs, arch)
+        result[name] = read_amd(compiled) if arch == 942 else read_cuda(compiled)
+    return result
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        try:
+            reply = answer(json.loads(line))
+        except Exception as error:
+            while error.__cause__ is not None:
+                error = error.__cause__
+            reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        print(json.dumps(reply), flush=True)

@@ -1,0 +1,69 @@
+"""Kernel tests run Triton's interpreter in this process; compile-only tests use a worker process.
+
+`triton.jit` decides at decoration, also for triton's own library, so the mode must be set before triton is
+first imported: here, while tests are collected. Tests elsewhere keep their environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+HAVE_TRITON = all(importlib.util.find_spec(name) for name in ("torch", "triton"))
+if HAVE_TRITON:
+    before = os.environ.get("TRITON_INTERPRET")
+    if "triton" in sys.modules and before != "1":
+        raise RuntimeError(
+            "triton was imported before tests/kernels/conftest.py could choose its interpreter"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("kvplan.kernels.decode")
+
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        os.environ["TRITON_INTERPRET"] = before
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-compile", action="store_true", help="compile every tuned kernel configuration")
+
+
+@pytest.fixture(autouse=True)
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def compile_kernels() -> Iterator[Callable[..., dict[str, Any]]]:
+    """``compile_kernels(kernel=..., arch=..., ...)``: what the compiler made of that launch's kernels."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.setdefault("TRITON_CACHE_DIR", str(HERE.parents[1] / ".triton_cache"))
+    worker = subprocess.Popen(
+        [sys.executable, str(HERE / "compile_worker.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+    def ask(**request: Any) -> dict[str, Any]:
+        worker.stdin.write(json.dumps(request) + "\n")
+        worker.stdin.flush()
+        reply = json.loads(worker.stdout.readline() or '{"error": "the compile worker ended"}')
+        assert "error" not in reply, reply["error"]
+        return reply
+
+    yield ask
+    worker.stdin.close()
+    worker.wait(timeout=60)
