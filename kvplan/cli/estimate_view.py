@@ -342,7 +342,7 @@ def refused_view(e: Estimate, enough: Sequence[Fix], short: Sequence[Fix], term:
 
 def _need_table(e: Estimate, term: Terminal) -> str:
     length, layout, b = e.engine.max_model_len, e.layout, e.budget
-    one = layout.needed_bytes(length) + layout.null_block_counts * layout.bytes_per_block
+    one = layout.startup_bytes(length)
     own = " (the model's own maximum)" if length == e.model.max_position_embeddings else ""
     if layout.is_uniform:
         request_why = f"{count(length)} tokens{own} x {byte_size(layout.bytes_per_token)}"

@@ -122,6 +122,8 @@ def activation_peak(model: ModelSpec, gpu: GPU, engine: Resolved, stage: int = 0
     if stage == last:
         sampler = int(units * unit) + (gpu.sm_count * vocab * LOGIT_BYTES if rows_buffer else 0)
         sampler += (batched + 2 * rows) * hidden * size
+        if stage > 0:  # hidden states and residual that came from the stage before
+            sampler += 2 * batched * hidden * size
     forward = _forward_bytes(model, engine, size)
     if stage != last:
         forward += 2 * batched * hidden * size

@@ -146,7 +146,7 @@ def estimate(
         kv_cache_tokens=layout.cache_tokens(blocks),
         max_concurrency=layout.max_concurrency(blocks),
         needed_bytes_one_request=needed,
-        estimated_max_model_len=layout.longest_request(blocks, max_len_limit(model, engine)),
+        estimated_max_model_len=layout.longest_request(available, max_len_limit(model, engine)),
         verdict=_verdict(model, engine, layout, budget, available, blocks),
         workload=None if lengths is None else _workload(lengths, lengths_source, engine, layout, blocks),
         assumptions=tuple(dict.fromkeys(assumptions)),
@@ -210,9 +210,8 @@ def _verdict(
     available: int,
     blocks: int,
 ) -> Verdict:
-    one = layout.blocks_per_request(engine.max_model_len)
-    floor = one + layout.null_block_counts
-    short = floor * layout.bytes_per_block - available
+    need = layout.startup_bytes(engine.max_model_len)
+    short = need - available
     if budget is None and not available:
         return Verdict(None, "weights unknown: only the formula", 0)
     if budget is not None and available <= 0:
@@ -224,13 +223,12 @@ def _verdict(
         else:
             reason = "nothing is left for KV after weights and the engine"
         return Verdict(False, reason, short)
-    if blocks < floor:
-        have = available / GIB
+    if short > 0:
         reason = (
-            f"one request of {engine.max_model_len:,} tokens needs "
-            f"{floor * layout.bytes_per_block / GIB:.2f}, the pool is {have:.2f}"
+            f"one request of {engine.max_model_len:,} tokens needs {need / GIB:.2f}, "
+            f"the pool is {available / GIB:.2f}"
         )
-        return Verdict(False, reason, max(1, short))
+        return Verdict(False, reason, short)
     has_state = any(group.kind is LayerKind.STATE for group in layout.groups)
     if has_state and engine.max_num_seqs > blocks:
         reason = (

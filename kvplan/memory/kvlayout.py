@@ -89,6 +89,7 @@ class KVLayout:
     context_shards: int  # decode context parallel: ranks that hold a request's tokens between them
     derived_tokens: bool  # the token line is concurrency x max_model_len (from 0.21)
     null_block_counts: bool  # the start-up check leaves one block aside
+    startup_block_bytes: int  # what the check charges for a block: of all stages before 0.17
     bytes_per_token: int  # slope: what a longer request adds, exact state, this rank (stage that decides)
     fixed_bytes_per_request: int  # windows when full, and states
     padding_layers: int
@@ -144,9 +145,14 @@ class KVLayout:
         smallest = min(group.block_size for group in self.groups)
         return num_blocks // len(self.groups) * smallest * self.context_shards
 
-    def longest_request(self, num_blocks: int, limit: int | None = None) -> int:
-        """The longest request the start-up check would accept with this pool; 0 when none."""
-        blocks = num_blocks - self.null_block_counts
+    def startup_bytes(self, n_tokens: int) -> int:
+        """What the start-up check wants the pool to hold: one request of ``n_tokens`` and the null block."""
+        blocks = self.blocks_per_request(n_tokens) + self.null_block_counts
+        return blocks * self.startup_block_bytes
+
+    def longest_request(self, available_bytes: int, limit: int | None = None) -> int:
+        """The longest request the start-up check would accept in ``available_bytes``; 0 when none."""
+        blocks = max(0, available_bytes) // self.startup_block_bytes - self.null_block_counts
         low, high = 0, limit or self.max_model_len
         while low < high:  # blocks_per_request never falls as a request grows
             middle = (low + high + 1) // 2
@@ -217,6 +223,7 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
         context_shards=engine.settings.decode_context_parallel_size,
         derived_tokens=engine.version >= (0, 21),
         null_block_counts=engine.version >= (0, 26),
+        startup_block_bytes=(sum if engine.version < (0, 17) else max)(stage_block_bytes),
         bytes_per_token=slope,
         fixed_bytes_per_request=fixed,
         padding_layers=largest * len(members) - sum(len(indices) for indices in members),
