@@ -71,15 +71,14 @@ REQUEST = np.dtype(
 )
 _COUNTS = (
     "free running head tail n_waiting spare next live done new resumed preempted finished first batch "
-    "skipped flights oldest cached_idle shared table_blocks live_tokens step stop_reason items rows "
+    "skipped flights oldest cached_idle shared table_blocks live_tokens step items rows "
     "queries hits resumed_queries resumed_hits preemptions recomputed scheduled rejected expired "
-    "peak_running peak_used itl_count sampled t_query t_hit t_rquery t_rhit queue_at_last free_before "
-    "free_scheduled"
+    "steps peak_running peak_used itl_count sampled t_query t_hit t_rquery t_rhit free_before"
 )  # fmt: skip
 _SUMS = (
-    "now gpu_free end0 end1 next_expiry last_release last_delivery start time_total half_s "
+    "now gpu_free end0 end1 next_expiry last_release last_delivery time_total "
     "s_used s_shared s_cached s_live_tokens s_table_blocks s_running s_waiting s_queued_time "
-    "s_waiting_half itl_sum itl_sum2 last_step_s kv_decode kv_window pairs context prefill decode_rows"
+    "itl_sum itl_sum2 kv_decode kv_window pairs context prefill decode_rows"
 )  # fmt: skip
 COUNT = np.dtype([(n, np.int64) for n in _COUNTS.split()] + [(n, np.float64) for n in _SUMS.split()])
 
@@ -847,8 +846,6 @@ def arrive(S, R):
         else:
             enqueue(S, R, r)
             c.next_expiry = min(c.next_expiry, row.arrived_s + row.patience_s)
-        if c.next == n:
-            c.queue_at_last = c.n_waiting
 
 
 @compiled
@@ -894,8 +891,6 @@ def advance(S, R, t):
     dt = t - c.now
     if dt <= 0.0:
         return
-    if c.now < c.half_s:
-        c.s_waiting_half += c.n_waiting * (min(t, c.half_s) - c.now)
     c.s_used += (R.num_blocks - 1 - c.free) * dt
     c.s_shared += c.shared * dt
     c.s_cached += c.cached_idle * dt
@@ -1055,6 +1050,11 @@ def log_step(S, R, start_s, tokens):
     row[9] = c.live_tokens
     row[10] = tokens
     row[11] = c.preemptions
+    c.steps += 1
+    c.queries += c.t_query
+    c.hits += c.t_hit
+    c.resumed_queries += c.t_rquery
+    c.resumed_hits += c.t_rhit
     c.peak_running = max(c.peak_running, c.running)
     c.peak_used = max(c.peak_used, R.num_blocks - 1 - c.free)
 

@@ -120,8 +120,6 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
     c.spare = rules.max_num_seqs
     c.next_expiry = np.inf
     c.last_delivery = -1.0
-    if n:
-        c.half_s = trace.arrival_s[0] + (trace.arrival_s[-1] - trace.arrival_s[0]) / 2
     longest = int(max(stop.max() if n else 1, reserve.max() if n else 1))
     width = min(-(-longest // rules.block_size) + 1, rules.num_blocks)
     capacity = STEPS_PER_CALL
