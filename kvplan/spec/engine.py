@@ -153,7 +153,7 @@ def resolve(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Reso
     if dtype == "float32" and settings.dtype == "auto":
         dtype = "bfloat16"
         said.append("dtype bfloat16: the engine loads a float32 checkpoint in 16 bit")
-    # A log of 0.19 shows chunked-local groups in the hybrid manager; the source of 0.32 turns it off for them.
+    # A log of 0.19 shows chunked-local groups in the hybrid manager; 0.32's source turns it off for them.
     has_chunks = version >= (0, 20) and any(layer.kind is LayerKind.CHUNKED for layer in model.layers)
     disabled = settings.disable_hybrid_kv_cache_manager
     if disabled is None and has_chunks:

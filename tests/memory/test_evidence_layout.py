@@ -176,7 +176,7 @@ def test_refused_start_of_a_pipeline_charged_all_layers():
 
 
 def test_compressed_attention_is_refused_by_name():
-    """A shape without a rule is named, not computed as something else (vllm#44376: 6.66 GiB for 30k tokens)."""
+    """A shape without a rule is named, not computed as another (vllm#44376: 6.66 GiB for 30k tokens)."""
     from kvplan.spec.catalogue import find_model
 
     with pytest.raises(InputError, match="compress"):
