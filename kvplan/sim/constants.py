@@ -1,6 +1,6 @@
 """Kernel constants by GPU: how near each kernel comes to the GPU's peak, and what it costs to start one.
 
-The figures live in ``data/kernel_constants.json``, made by ``fit_kernels.py`` from measured kernel tables.
+The figures live in ``data``, made by ``fit_kernels.py`` from measured kernel tables.
 An efficiency is a share of the peak stored beside it: the two are a pair and must not be mixed.
 """
 
@@ -51,6 +51,14 @@ class MoeFit:
 
 
 @dataclass(frozen=True)
+class MoeCurve:
+    """Measured seconds of one layer's experts by tokens of all ranks; straight between points in log-log."""
+
+    tokens: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class AttentionFit:
     """Decode is ``fixed + bytes/(e·BW)``; prefill ``fixed + flops·(1 + I0/n)/(e·peak)``."""
 
@@ -91,6 +99,7 @@ class Kernels:
     small_kernel_s: float  # shortest kernel seen: what a launch inside a graph costs
     table: dict[str, Any]
     notes: tuple[str, ...] = ()
+    moe_factor: float = 1.0  # a calibration's factor on measured expert times
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of ``dtype``; 16-bit when the GPU has no unit for it."""
@@ -108,22 +117,32 @@ class Kernels:
             row["e_w"], row["e_f"], row["c_us"] * 1e-6, row["p"], row.get("e_q") or 0.0, row["error"]
         )
 
-    def moe(self, dtype: str, shape: tuple[int, int, int, int] | None = None) -> tuple[MoeFit, bool]:
-        """Constants of expert GEMMs; whether this shape (hidden, inner, top-k, experts) was measured."""
-        fits = self.table.get("moe", {})
-        row = fits.get(dtype) or _nearest("moe", dtype) or _nearest("moe", "bf16")
+    def moe(self, dtype: str) -> MoeFit:
+        """Constants of expert GEMMs over all shapes; other GPUs' where this one has none."""
+        row = self.table.get("moe", {}).get(dtype) or _nearest("moe", dtype) or _nearest("moe", "bf16")
         assert row is not None  # bf16 is in the constants file
-        exact = row.get("shapes", {}).get("x".join(map(str, shape))) if shape and dtype in fits else None
-        use = exact or row
-        fit = MoeFit(use["e_w"], use["e_f"], use["c_us"] * 1e-6, use["p"], use["e_act"], use["error"])
-        return fit, exact is not None
+        return MoeFit(row["e_w"], row["e_f"], row["c_us"] * 1e-6, row["p"], row["e_act"], row["error"])
 
-    def attention(self, kv_dtype: str) -> AttentionFit:
-        """Constants of attention with a KV cache of ``bf16`` or ``fp8``."""
+    def moe_curve(self, dtype: str, shape: tuple[int, int, int, int], tp: int, ep: int) -> MoeCurve | None:
+        """Measured times of experts of this very shape (hidden, inner, top-k, experts) and split, or None."""
+        if self.evidence != "measured":
+            return None
+        data = load("expert_curves.json")
+        name = "x".join(map(str, shape))
+        us = data["gpus"].get(self.key, {}).get(dtype, {}).get(name, {}).get(f"{tp},{ep}")
+        if us is None:
+            return None
+        tokens = tuple(float(t) for t in data["tokens"])
+        return MoeCurve(tokens, tuple(v * 1e-6 / self.moe_factor for v in us))
+
+    def attention(self, kv_dtype: str, head_dim: int = 128) -> AttentionFit:
+        """Constants of attention with a KV cache of ``bf16`` or ``fp8``, prefill at the nearest head size."""
         decode, prefill = self.table["decode"], self.table["prefill"]
         efficiency = decode["e_kv"].get(kv_dtype) or decode["e_kv"]["bf16"]
+        sizes = {"128": prefill["e_a"], **prefill.get("e_a_by_head_dim", {})}
+        compute = sizes[min(sizes, key=lambda size: abs(int(size) - head_dim))]
         return AttentionFit(
-            decode["c_us"] * 1e-6, efficiency, prefill["c_us"] * 1e-6, prefill["e_a"], prefill["I0"],
+            decode["c_us"] * 1e-6, efficiency, prefill["c_us"] * 1e-6, compute, prefill["I0"],
             decode["error"],
         )  # fmt: skip
 
@@ -138,10 +157,9 @@ class Kernels:
 
 
 @cache
-def load() -> dict[str, Any]:
-    """The constants file as it is stored."""
-    text = resources.files("kvplan.sim").joinpath("data/kernel_constants.json").read_text("utf-8")
-    data: dict[str, Any] = json.loads(text)
+def load(name: str = "kernel_constants.json") -> dict[str, Any]:
+    """A data file as it is stored."""
+    data: dict[str, Any] = json.loads(resources.files("kvplan.sim").joinpath("data", name).read_text("utf-8"))
     return data
 
 
@@ -150,7 +168,7 @@ def _nearest(table: str, dtype: str) -> dict[str, Any] | None:
     rows = [g[table][dtype] for g in load()["gpus"].values() if dtype in g.get(table, {})]
     if not rows:
         return None
-    keys = [k for k in rows[0] if k not in ("shapes", "source", "n")]
+    keys = [k for k in rows[0] if k not in ("source", "n")]
     merged = {
         k: median(r[k] for r in rows if r.get(k) is not None) for k in keys if any(r.get(k) for r in rows)
     }
@@ -211,11 +229,12 @@ def scaled(kernels: Kernels, **factors: float) -> Kernels:
     for dtype_row in table["gemm"].values():
         dtype_row["e_w"] *= factors.get("weights", 1.0)
         dtype_row["e_f"] *= factors.get("flops", 1.0)
-    for dtype_row in table.get("moe", {}).values():
-        for row in (dtype_row, *dtype_row.get("shapes", {}).values()):
-            row["e_w"] *= factors.get("weights", 1.0)
-            row["e_f"] *= factors.get("flops", 1.0)
+    for row in table.get("moe", {}).values():
+        row["e_w"] *= factors.get("weights", 1.0)
+        row["e_f"] *= factors.get("flops", 1.0)
     table["prefill"]["e_a"] *= factors.get("flops", 1.0)
+    for size in table["prefill"].get("e_a_by_head_dim", {}):
+        table["prefill"]["e_a_by_head_dim"][size] *= factors.get("flops", 1.0)
     table["decode"]["e_kv"] = {k: v * factors.get("kv", 1.0) for k, v in table["decode"]["e_kv"].items() if v}
     for row in table["allreduce"].values():
         row["bus_gb_s"] *= factors.get("bus", 1.0)
@@ -224,4 +243,5 @@ def scaled(kernels: Kernels, **factors: float) -> Kernels:
         kernels,
         table=table,
         small_kernel_s=kernels.small_kernel_s * factors.get("small", 1.0),
+        moe_factor=factors.get("weights", 1.0),
     )

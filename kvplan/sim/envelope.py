@@ -75,9 +75,14 @@ def envelope_for(
             model.moe.experts_per_token,
             model.moe.experts,
         )
-        fit, exact = kernels.moe(formats.experts.moe, shape)
-        if not exact:
-            widen(max(0.25, fit.error), 0.45, 0.30, 0.70, "expert GEMMs of this shape were never measured")
+        ep = (
+            settings.tensor_parallel_size * settings.data_parallel_size
+            if settings.enable_expert_parallel
+            else 1
+        )
+        experts_tp = settings.tensor_parallel_size * settings.data_parallel_size // ep
+        if kernels.moe_curve(formats.experts.moe, shape, experts_tp, ep) is None:
+            widen(0.25, 0.45, 0.30, 0.70, "expert GEMMs of this shape were never measured")
     if formats.mlp.gemm == "bf16" and formats.mlp.weight_bytes < 2 and not model.moe:
         widen(0.20, 0.35, 0.25, 0.60, "weight-only formats have no kernel table")
     if settings.pipeline_parallel_size > 1:

@@ -1,4 +1,4 @@
-"""Fit the kernel constants from kernel tables: ``python -m kvplan.sim.fit_kernels TABLES [-o FILE]``.
+"""Fit the kernel constants from kernel tables: ``python -m kvplan.sim.fit_kernels TABLES [-o DIR]``.
 
 ``TABLES`` holds one folder a GPU with parquet files of GEMM, prefill attention, decode attention, MoE and
 all-reduce times (NVIDIA aiconfigurator's format, latency in ms). Every law is fitted on four fifths of the
@@ -45,6 +45,7 @@ PEAK = {
 }
 MIN_WEIGHT_BYTES = 2 << 20  # smaller matrices are noise and no served layer has them
 MAX_ROWS = 4000  # a fit sees at most so many rows, evenly picked
+CURVE_TOKENS = tuple(2**i for i in range(15))  # 1 to 16,384
 ROUTING = "power_law_1.01"  # skewed routing, the measured distribution nearest to served prompts
 
 
@@ -195,20 +196,40 @@ def fit_decode(rows: Columns, bw: float) -> dict[str, Any]:
 
 
 def fit_prefill(rows: Columns, peak: float) -> dict[str, Any]:
-    """Prefill attention: ``c + 4·heads·d·B·(n(n+1)/2 + n·I0/2)/(e·peak)``, lengths of 512 and more."""
+    """Constants of prefill attention at head size 128, and its efficiency alone at other sizes."""
+    out = fit_prefill_size(rows, peak, 128)
+    sizes = [int(d) for d in np.unique(rows["head_dim"]) if d in (64, 192, 256)]
+    out["e_a_by_head_dim"] = {}
+    for size in sizes:
+        if ((rows["head_dim"] == size) & (rows["kv_cache_dtype"] == "bfloat16")).any():
+            out["e_a_by_head_dim"][str(size)] = fit_prefill_size(rows, peak, size, out)["e_a"]
+    return out
+
+
+def fit_prefill_size(
+    rows: Columns, peak: float, head_dim: int, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Prefill attention: ``c + 4·heads·d·B·(n(n+1)/2 + n·I0/2)/(e·peak)``, lengths of 512 and more.
+
+    ``known``: hold its ``c`` and ``I0`` and fit the efficiency only.
+    """
     plain = rows["window_size"] == 0 if "window_size" in rows else np.ones(len(rows["isl"]), bool)
-    keep = plain & (rows["kv_cache_dtype"] == "bfloat16") & (rows["head_dim"] == 128) & (rows["isl"] >= 512)
+    keep = plain & (rows["kv_cache_dtype"] == "bfloat16") & (rows["head_dim"] == head_dim)
+    keep &= rows["isl"] >= 512
     group = rows["num_heads"] / rows["num_key_value_heads"]
     r = pick(rows, keep & (rows["num_heads"] >= 4) & (group >= 4) & (group <= 16))
     n, b, heads = (r[name].astype(float) for name in ("isl", "batch_size", "num_heads"))
-    x = {"pairs": 512.0 * heads * b * n * (n + 1) / 2, "tokens": 512.0 * heads * b * n / 2}
+    flops = 4.0 * head_dim * heads * b
+    x = {"pairs": flops * n * (n + 1) / 2, "tokens": flops * n / 2}
 
     def law(r: Columns, t: Array) -> Array:
         return t[1] + (r["pairs"] + r["tokens"] * t[2]) / (t[0] * peak)
 
+    held = held_out(r["num_heads"], r["num_key_value_heads"], r["batch_size"])
+    c, ramp, free = (known["c_us"] * 1e-6, known["I0"], 1.0001) if known else (1e-5, 800.0, 10.0)
     found, error = fit_law(
-        law, x, r["latency"] * 1e-3, np.array([0.6, 1e-5, 800.0]), np.array([0.1, 1e-6, 1.0]),
-        np.array([1.0, 1e-4, 4000.0]), held_out(r["num_heads"], r["num_key_value_heads"], r["batch_size"]),
+        law, x, r["latency"] * 1e-3, np.array([0.6, c, ramp]), np.array([0.1, c / free, ramp / free]),
+        np.array([1.0, c * free, ramp * free]), held,
     )  # fmt: skip
     return {
         "e_a": round(float(found[0]), 3), "c_us": round(found[1] * 1e6, 1), "I0": round(float(found[2])),
@@ -242,10 +263,7 @@ def fit_all_reduce(rows: Columns) -> dict[str, dict[str, Any]]:
 
 
 def fit_moe(rows: Columns, dtype: str, peaks: dict[str, float]) -> dict[str, Any]:
-    """Constants of the expert GEMMs: of all shapes together, and of every measured shape on its own.
-
-    The pooled fit is judged on model shapes it has not seen; a shape's own fit on unseen token counts.
-    """
+    """Constants of the expert GEMMs of all shapes, judged on model shapes not seen (if over four)."""
     names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
     rows = fastest(rows, names)
     # A rank's slice of 128 columns and more; thinner ones are not served.
@@ -273,16 +291,28 @@ def fit_moe(rows: Columns, dtype: str, peaks: dict[str, float]) -> dict[str, Any
         return {**rounded, "c_us": round(found[2] * 1e6, 1), "error": round(error, 3), "n": n}
 
     shape_keys = [x[name] for name in ("hidden_size", "inter_size", "topk", "num_experts")]
-    shapes, which = np.unique(np.stack(shape_keys, axis=1), axis=0, return_inverse=True)
+    shapes = np.unique(np.stack(shape_keys, axis=1), axis=0)
     held = held_out(*shape_keys) if len(shapes) > 4 else np.zeros(len(seconds), bool)
-    out = constants(*fit_law(law, x, seconds, start, low, high, held), len(seconds))
-    out["shapes"] = {}
-    for i, shape in enumerate(shapes):
-        mine = np.ravel(which) == i
-        sub = pick(x, mine)
-        found = fit_law(law, sub, seconds[mine], start, low, high, held_out(sub["num_tokens"]))
-        out["shapes"]["x".join(str(int(v)) for v in shape)] = constants(*found, int(mine.sum()))
-    return out
+    return constants(*fit_law(law, x, seconds, start, low, high, held), len(seconds))
+
+
+def expert_curves(rows: Columns) -> dict[str, dict[str, list[float]]]:
+    """Microseconds by tokens (`CURVE_TOKENS`) of every measured shape: ``{shape: {"tp,ep": [...]}}``."""
+    keys = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+    rows = fastest(rows, ("num_tokens", *keys))
+    rows = pick(rows, (rows["moe_tp_size"] * rows["moe_ep_size"] <= 8))
+    labels, which = np.unique(np.stack([rows[k] for k in keys], axis=1), axis=0, return_inverse=True)
+    curves: dict[str, dict[str, list[float]]] = {}
+    for i, label in enumerate(labels):
+        mine = pick(rows, np.ravel(which) == i)
+        order = np.argsort(mine["num_tokens"])
+        tokens, us = mine["num_tokens"][order].astype(float), mine["latency"][order] * 1e3
+        if tokens[0] > 1 or tokens[-1] < CURVE_TOKENS[-1]:
+            continue
+        values = np.exp(np.interp(np.log(CURVE_TOKENS), np.log(tokens), np.log(us)))
+        shape, split = "x".join(str(v) for v in label[:4]), f"{label[4]},{label[5]}"
+        curves.setdefault(shape, {})[split] = [float(f"{v:.3g}") for v in values]
+    return curves
 
 
 def fit_gpu(folder: Path, peaks: dict[str, float], quick: bool = False) -> dict[str, Any]:
@@ -299,31 +329,34 @@ def fit_gpu(folder: Path, peaks: dict[str, float], quick: bool = False) -> dict[
     out["allreduce"] = fit_all_reduce(read(folder, "custom_allreduce_perf"))
     if not quick:
         moe = read(folder, "moe_perf")
-        out["moe"] = {}
+        out["moe"], out["curves"] = {}, {}
         for stored, dtype in {**DTYPES, "int4_wo": "int4_wo", "w4a16_mxfp4": "w4a16_mxfp4"}.items():
             mask = (moe["moe_dtype"] == stored) & (moe["distribution"] == ROUTING)
             if mask.any():
                 out["moe"][dtype] = fit_moe(pick(moe, mask), dtype, peaks)
+                out["curves"][dtype] = expert_curves(pick(moe, mask))
     return out
 
 
 def main() -> None:
-    """Fit every GPU with tables and write the constants file."""
+    """Fit every GPU with tables and write the two data files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tables", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    shipped = resources.files("kvplan.sim").joinpath("data/kernel_constants.json")
-    data = json.loads(shipped.read_text("utf-8"))
+    folder = Path(str(resources.files("kvplan.sim").joinpath("data")))
+    data = json.loads((folder / "kernel_constants.json").read_text("utf-8"))
+    curves: dict[str, Any] = {"source": SOURCE, "unit": "us", "tokens": CURVE_TOKENS, "gpus": {}}
     for gpu in GPUS:
         fitted = fit_gpu(arguments.tables / gpu, data["gpus"][gpu]["peaks"])
-        large = {d: {k: v for k, v in row.items() if k.startswith("large")}
-                 for d, row in data["gpus"][gpu]["allreduce"].items()}  # fmt: skip
+        curves["gpus"][gpu] = fitted.pop("curves")
         for degree, row in fitted["allreduce"].items():
-            row.update(large.get(degree, {}))
+            old = data["gpus"][gpu]["allreduce"].get(degree, {})
+            row.update({k: v for k, v in old.items() if k.startswith("large")})
         data["gpus"][gpu] = {**data["gpus"][gpu], **fitted, "source": SOURCE}
-    output = arguments.output or Path(str(shipped))
-    output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    output = arguments.output or folder
+    (output / "kernel_constants.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (output / "expert_curves.json").write_text(json.dumps(curves) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ def _small_kernels(model: ModelSpec, settings: EngineSettings, kernels: Kernels,
     streamed = 0.0  # bytes a token
     for layer in model.layers:
         kernels_here = SMALL_KERNELS + (2 if layer.kind in (LayerKind.STATE, LayerKind.MLA) else 0)
-        kernels_here += 3 if layer.is_moe else 0  # top-k, its sort, the sum over experts
+        kernels_here += 1 if layer.is_moe else 0  # top-k; its sort is inside the measured experts
         launches += kernels_here
         heads = layer.heads + 2 * layer.kv_heads
         width = (
@@ -273,7 +273,8 @@ def moe_s(
 ) -> Seconds:
     """Seconds of the routed experts of one layer for ``size`` tokens of each data-parallel rank.
 
-    Experts touched: ``E·(1 - (1 - k/E)^T)`` of all ranks' tokens T, shared by the expert-parallel ranks.
+    Measured times where this shape and split have them. Else by experts touched: ``E·(1 - (1 - k/E)^T)`` of
+    all ranks' tokens T, shared by the expert-parallel ranks.
     """
     assert model.moe is not None
     world = settings.tensor_parallel_size * settings.data_parallel_size
@@ -281,8 +282,15 @@ def moe_s(
     e, k, h = model.moe.experts, model.moe.experts_per_token, model.hidden_size
     f = model.moe.intermediate_size / (world / ep)
     form = formats.experts
-    fit, _ = kernels.moe(form.moe, (h, model.moe.intermediate_size, k, e))
     tokens = size * settings.data_parallel_size
+    curve = kernels.moe_curve(form.moe, (h, model.moe.intermediate_size, k, e), world // ep, ep)
+    if curve:
+        top = curve.tokens[-1]
+        seconds = np.exp(
+            np.interp(np.log(np.maximum(tokens, 1.0)), np.log(curve.tokens), np.log(curve.seconds))
+        )
+        return np.asarray(seconds * np.maximum(tokens / top, 1.0))
+    fit = kernels.moe(form.moe)
     touched = e * (1.0 - (1.0 - k / e) ** tokens) / ep
     routed = tokens * k / ep
     projections = 3.0 if model.gated_mlp else 2.0
@@ -350,17 +358,17 @@ def _attention(
 ) -> dict[str, float]:
     """The clock's attention coefficients, in seconds per token or per pair, summed over layers."""
     tp = settings.tensor_parallel_size
-    fit = kernels.attention(formats.kv_dtype)
     out = dict.fromkeys(
         ("decode_fixed_s", "decode_kv_s", "decode_window_s", "prefill_fixed_s", "prefill_pair_s",
          "prefill_token_s", "prefill_context_s"), 0.0,
     )  # fmt: skip
-    read = fit.kv_efficiency * kernels.bandwidth
-    compute = fit.prefill_efficiency * kernels.peak("bf16")
     windows: Counter[int] = Counter()
     for layer, count in Counter(model.layers).items():
         if layer.kind in (LayerKind.NONE, LayerKind.STATE):
             continue
+        fit = kernels.attention(formats.kv_dtype, layer.head_dim)
+        read = fit.kv_efficiency * kernels.bandwidth
+        compute = fit.prefill_efficiency * kernels.peak("bf16")
         heads = layer.heads / tp
         value_dim = layer.v_head_dim or layer.head_dim
         if layer.kind is LayerKind.MLA:
