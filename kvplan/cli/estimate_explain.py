@@ -42,16 +42,18 @@ def _pool_steps(e: Estimate, steps: Steps) -> int | None:
     budget = steps.add(
         f"budget     ({total}) x {engine.gpu_memory_utilization:g}",
         _gib(b.budget_bytes),
-        "flag" if given else "version's default",
+        "flag" if given else "default",
     )
     weights = steps.add(f"weights    {b.weights.formula}", _gib(b.weights.bytes), b.weights.source)
-    activation = steps.add(f"activation {b.activation.why}", _gib(b.activation.bytes), b.activation.source)
-    other = steps.add(f"non-torch  {b.non_torch.why}", _gib(b.non_torch.bytes), b.non_torch.source)
-    graphs = steps.add(f"CUDA graphs {b.cuda_graphs.why}", _gib(b.cuda_graphs.bytes), b.cuda_graphs.source)
+    activation = steps.add(
+        f"activation {b.activation.formula}", _gib(b.activation.bytes), b.activation.source
+    )
+    other = steps.add(f"non-torch  {b.non_torch.formula}", _gib(b.non_torch.bytes), b.non_torch.source)
+    graphs = steps.add(f"graphs     {b.cuda_graphs.formula}", _gib(b.cuda_graphs.bytes), b.cuda_graphs.source)
     return steps.add(
         f"KV pool    ({budget}) - ({weights}) - ({activation}) - ({other}) - ({graphs})",
         _gib(e.available_kv_bytes),
-        f"± {b.band_bytes / GIB:.2f} GiB",
+        f"± {b.band_bytes / GIB:.2f}",
     )
 
 

@@ -77,30 +77,23 @@ def stage_budget(model: ModelSpec, gpu: GPU, engine: Resolved, weights: Term, st
             f"--engine-version {engine.settings.engine_version} is engine V0, whose memory profile is not "
             "modelled; give --kv-cache-memory-bytes."
         )
-    graphs = cuda_graph_bytes(model, engine)
-    inside = graphs if graphs_inside(engine) else 0
+    graphs = cuda_graphs(model, engine)
+    outside = 0
+    if graphs.bytes and not graphs_inside(engine):
+        outside = graphs.bytes
+        why = f"about {outside / GIB:.2f} GiB outside the budget in this version"
+        graphs = Term(0, why, graphs.source, why)
     budget = int(gpu.total_bytes * engine.gpu_memory_utilization)
-    band, notes = _band(model, gpu, engine, budget, inside)
-    tp = engine.settings.tensor_parallel_size
-    if engine.settings.enforce_eager:
-        graph_why = "none with enforce_eager"
-    elif inside:
-        graph_why = "inside the budget in this version"
-    else:
-        graph_why = f"about {graphs / GIB:.2f} GiB outside the budget in this version"
+    band, notes = _band(model, gpu, engine, budget, graphs.bytes)
     return Budget(
         stage=stage,
         total_bytes=gpu.total_bytes,
         budget_bytes=budget,
         weights=weights,
         activation=activation_peak(model, gpu, engine, stage),
-        non_torch=Term(
-            non_torch_bytes(gpu, engine),
-            f"CUDA context and NCCL at TP {tp}" if tp > 1 else "CUDA context",
-            "logs of 0.9 to 0.19",
-        ),
-        cuda_graphs=Term(inside, graph_why, "logs of 0.19, ± 0.4 GiB"),
-        graphs_outside_bytes=graphs - inside,
+        non_torch=non_torch(gpu, engine),
+        cuda_graphs=graphs,
+        graphs_outside_bytes=outside,
         band_bytes=band,
         notes=tuple(notes),
     )
@@ -108,37 +101,57 @@ def stage_budget(model: ModelSpec, gpu: GPU, engine: Resolved, weights: Term, st
 
 def activation_peak(model: ModelSpec, gpu: GPU, engine: Resolved, stage: int = 0) -> Term:
     """Peak of the profile run: the sampler on the last stage or a layer's forward pass (BUDGET 3)."""
-    s = engine.settings
-    tp, last = s.tensor_parallel_size, s.pipeline_parallel_size - 1
-    size = 4 if engine.dtype == "float32" else 2
+    last = engine.settings.pipeline_parallel_size - 1
+    size = _compute_bytes(engine)
     batched, hidden = engine.max_num_batched_tokens, model.hidden_size
-    rows = min(engine.max_num_seqs, batched)
-    vocab = padded_vocab(model.vocab_size, tp)
-    unit = rows * vocab * LOGIT_BYTES
-    units, rows_buffer = _sampler_units(engine)
-    if engine.dtype == "float32":
-        units -= 0.5
-    sampler = 0
-    if stage == last:
-        sampler = int(units * unit) + (gpu.sm_count * vocab * LOGIT_BYTES if rows_buffer else 0)
-        sampler += (batched + 2 * rows) * hidden * size
-        if stage > 0:  # hidden states and residual that came from the stage before
-            sampler += 2 * batched * hidden * size
-    forward = _forward_bytes(model, engine, size)
-    if stage != last:
+    sampler, sampler_why, sampler_formula = (
+        _sampler(model, gpu, engine, stage) if stage == last else (0, "", "")
+    )
+    forward, forward_why = _forward(model, engine)
+    if stage != last:  # hidden states and residual for the next stage
         forward += 2 * batched * hidden * size
-    scratch = _moe_scratch(model, engine, size)
+        forward_why += f" + 2 x {batched:,} x {hidden:,} x {size} B"
+    scratch = _moe_scratch(model, engine)
     if engine.version <= (0, 11):  # freed between layers then
         forward, scratch = forward + scratch, 0
-    encoder = _encoder_bytes(model, batched, hidden, size) if stage == 0 else 0
+    encoder = _encoder_bytes(model, batched, size) if stage == 0 else 0
     cublas = (32 if _is_datacenter_hopper(gpu) else 8) * MIB
-    if sampler > forward:
-        why = f"sampler: {units:g} x {rows:,} seqs x {vocab:,} vocab x 4 B"
-    else:
-        why = f"a layer's forward pass over {batched:,} tokens"
+    wins = sampler > forward
+    why = sampler_why if wins else forward_why
+    formula = sampler_formula if wins else forward_why
     if scratch:
-        why += f", MoE work area {scratch / GIB:.2f}"
-    return Term(max(sampler, forward) + scratch + encoder + cublas, why, "shape, BUDGET 3")
+        why += f"; MoE {scratch / GIB:.2f}"
+        formula += f" + MoE work area {scratch:,} B"
+    if encoder:
+        formula += f" + encoder {encoder:,} B"
+    formula += f" + cuBLAS {cublas // MIB} MiB"
+    return Term(max(sampler, forward) + scratch + encoder + cublas, why, "shape", formula)
+
+
+def _compute_bytes(engine: Resolved) -> int:
+    return 4 if engine.dtype == "float32" else 2
+
+
+def _sampler(model: ModelSpec, gpu: GPU, engine: Resolved, stage: int) -> tuple[int, str, str]:
+    """(bytes, in short, in full) of logits and sampler buffers of the last stage."""
+    size = _compute_bytes(engine)
+    batched, hidden = engine.max_num_batched_tokens, model.hidden_size
+    rows = min(engine.max_num_seqs, batched)
+    vocab = padded_vocab(model.vocab_size, engine.settings.tensor_parallel_size)
+    units, has_row_buffer = _sampler_units(engine)
+    if engine.dtype == "float32":
+        units -= 0.5
+    total = int(units * rows * vocab * LOGIT_BYTES)
+    short = f"sampler: {units:g} x {rows:,} seqs x {vocab:,} vocab x 4 B"
+    full = short
+    if has_row_buffer:
+        total += gpu.sm_count * vocab * LOGIT_BYTES
+        full += f" + {gpu.sm_count} SMs x {vocab:,} x 4 B"
+    # Hidden states and residual that came from the stage before.
+    inputs = batched + 2 * rows + (2 * batched if stage > 0 else 0)
+    total += inputs * hidden * size
+    full += f" + {inputs:,} x {hidden:,} x {size} B"
+    return total, short, full
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
@@ -157,19 +170,22 @@ def _sampler_units(engine: Resolved) -> tuple[float, bool]:
     return SAMPLER_UNITS_TORCH, False
 
 
-def _forward_bytes(model: ModelSpec, engine: Resolved, size: int) -> int:
-    tp, batched = engine.settings.tensor_parallel_size, engine.max_num_batched_tokens
+def _forward(model: ModelSpec, engine: Resolved) -> tuple[int, str]:
+    """(bytes, formula) of one layer's pass over a full batch: its MLP or, where larger, its attention."""
+    size, tp = _compute_bytes(engine), engine.settings.tensor_parallel_size
+    batched, hidden = engine.max_num_batched_tokens, model.hidden_size
     has_dense = any(not layer.is_moe for layer in model.layers) or model.moe is None
-    widths = [model.intermediate_size if has_dense else 0]
+    wide = model.intermediate_size if has_dense else 0
     if model.moe is not None:
-        widths.append(model.moe.shared_intermediate_size)
-    wide = max(widths)
-    mlp = batched * (3 if model.gated_mlp else 2) * wide // tp * size + int(
-        3.5 * batched * model.hidden_size * size
-    )
+        wide = max(wide, model.moe.shared_intermediate_size)
+    factor = 3 if model.gated_mlp else 2
+    mlp = batched * factor * wide // tp * size + int(3.5 * batched * hidden * size)
+    split = f" / TP {tp}" if tp > 1 else ""
+    why = f"forward: {batched:,} tokens x ({factor} x {wide:,}{split} + 3.5 x {hidden:,}) x {size} B"
     quantization = effective_quantization(model, engine.settings)
-    if quantization is not None and quantization.bits == 8:
-        mlp += batched * wide // tp  # the 8-bit copy of the activations
+    if quantization is not None and quantization.bits == 8:  # the 8-bit copy of the activations
+        mlp += batched * wide // tp
+        why += f" + {batched:,} x {wide:,}{split}"
     attention = max(
         (
             (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim
@@ -178,17 +194,20 @@ def _forward_bytes(model: ModelSpec, engine: Resolved, size: int) -> int:
         ),
         default=0,
     )
-    return max(mlp, batched * attention // tp * size + 3 * batched * model.hidden_size * size)
+    heads = batched * attention // tp * size + 3 * batched * hidden * size
+    if heads > mlp:
+        return heads, f"forward: {batched:,} tokens x ({attention:,}{split} + 3 x {hidden:,}) x {size} B"
+    return mlp, why
 
 
-def _moe_scratch(model: ModelSpec, engine: Resolved, size: int) -> int:
+def _moe_scratch(model: ModelSpec, engine: Resolved) -> int:
     """Work area that the fused MoE kernel keeps; MXFP4 kernels need none."""
     if model.moe is None or _is_mxfp4(model, engine):
         return 0
     split = 1 if engine.settings.enable_expert_parallel else engine.settings.tensor_parallel_size
     width, hidden = model.moe.intermediate_size // split, model.hidden_size
     tokens = engine.max_num_batched_tokens * model.moe.experts_per_token
-    return tokens * (max(2 * width, hidden) + max(width, hidden)) * size
+    return tokens * (max(2 * width, hidden) + max(width, hidden)) * _compute_bytes(engine)
 
 
 def _is_mxfp4(model: ModelSpec, engine: Resolved) -> bool:
@@ -196,33 +215,37 @@ def _is_mxfp4(model: ModelSpec, engine: Resolved) -> bool:
     return quantization is not None and quantization.method == "mxfp4"
 
 
-def _encoder_bytes(model: ModelSpec, batched: int, hidden: int, size: int) -> int:
+def _encoder_bytes(model: ModelSpec, batched: int, size: int) -> int:
     """Embeddings of the profiled images and their pixels; pixels only where an item's size is known."""
     if not model.multimodal:
         return 0
     tokens, pixels = ENCODER_ITEMS.get(model.architecture, (1, 0))
-    return batched * hidden * size + batched // tokens * pixels * 2
+    return batched * model.hidden_size * size + batched // tokens * pixels * 2
 
 
 def _is_datacenter_hopper(gpu: GPU) -> bool:
     return gpu.arch.lower() in ("hopper", "blackwell", "blackwell ultra") and gpu.total_gib >= 70
 
 
-def non_torch_bytes(gpu: GPU, engine: Resolved) -> int:
+def non_torch(gpu: GPU, engine: Resolved) -> Term:
     """Memory of the process outside the torch allocator: CUDA context, NCCL buffers (BUDGET 4)."""
     s = engine.settings
-    if s.pipeline_parallel_size > 1 and s.tensor_parallel_size == 1:
-        return int(0.07 * GIB)
+    tp = s.tensor_parallel_size
+    why = f"CUDA context and NCCL at TP {tp}" if tp > 1 else "CUDA context"
     alone = 0.13 if engine.version <= (0, 17) else 0.25
-    if s.tensor_parallel_size == 1:
+    if s.pipeline_parallel_size > 1 and tp == 1:
+        alone, extra = 0.07, 0.0
+    elif tp == 1:
         extra = 0.0
     elif not gpu.has_nvlink:
         extra = 0.1
     elif engine.version < (0, 17):
         extra = 0.8
     else:
-        extra = 1.83 if s.tensor_parallel_size == 2 else 1.92
-    return int((alone + extra) * GIB)
+        extra = 1.83 if tp == 2 else 1.92
+    link = "NVLink" if gpu.has_nvlink else "no NVLink"
+    formula = f"{why}: {alone} + {extra} ({link}) GiB" if extra else f"{why}: {alone} GiB"
+    return Term(int((alone + extra) * GIB), why, "logs", formula)
 
 
 def graphs_inside(engine: Resolved) -> bool:
@@ -230,18 +253,20 @@ def graphs_inside(engine: Resolved) -> bool:
     return engine.version >= (0, 29) or (engine.version >= (0, 21) and engine.model_runner == "v1")
 
 
-def cuda_graph_bytes(model: ModelSpec, engine: Resolved) -> int:
-    """Memory of the captured graphs: 0.37 + 0.0165 a layer + MoE terms, fitted on 0.19 (BUDGET 5)."""
+def cuda_graphs(model: ModelSpec, engine: Resolved) -> Term:
+    """Memory of the captured graphs, wherever it is counted; a line fitted on logs of 0.19 (BUDGET 5)."""
     if engine.settings.enforce_eager:
-        return 0
-    gib = 0.37 + 0.0165 * model.num_layers / engine.settings.pipeline_parallel_size
+        return Term(0, "none with enforce_eager", "flag")
+    stages = engine.settings.pipeline_parallel_size
+    gib = 0.37 + 0.0165 * model.num_layers / stages
+    formula = f"0.37 + 0.0165 x {model.num_layers} layers" + (f" / PP {stages}" if stages > 1 else "")
     if model.moe is not None:
-        gib += 0.35
+        gib, formula = gib + 0.35, formula + " + 0.35 (MoE)"
         if _is_mxfp4(model, engine):
-            gib += 0.72
+            gib, formula = gib + 0.72, formula + " + 0.72 (MXFP4)"
     if engine.settings.tensor_parallel_size > 1:
-        gib -= 0.10
-    return int(gib * GIB)
+        gib, formula = gib - 0.10, formula + " - 0.10 (TP)"
+    return Term(int(gib * GIB), "inside the budget in this version", "logs", formula + " GiB")
 
 
 def _band(model: ModelSpec, gpu: GPU, engine: Resolved, budget: int, graphs: int) -> tuple[int, list[str]]:
