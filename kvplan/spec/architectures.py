@@ -158,7 +158,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma4UnifiedForConditionalGeneration": GEMMA4,
     "Llama4ForConditionalGeneration": Architecture(
         layout="llama4",
-        defaults={"attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "head_dim": 128},
+        defaults={
+            "attention_chunk_size": 8192,
+            "interleave_moe_layer_step": 1,
+            "n_shared_experts": 1,
+            "head_dim": 128,
+        },
     ),
     "PhiForCausalLM": Architecture(
         gated=False, norms=1, norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True

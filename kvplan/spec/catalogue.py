@@ -152,7 +152,7 @@ def find_model(name_or_path: str, quantization: str | None = None) -> ResolvedMo
     spec carries the format that counts. Raises InputError with near names when nothing is found.
     """
     path = Path(name_or_path)
-    if name_or_path.endswith(".json") or path.is_dir() or path.is_file():
+    if name_or_path.endswith(".json") or _exists(path):
         return ResolvedModel(_quantised(_local_model(path), quantization))
     plain = plain_name(name_or_path)
     if plain in _exact_names():
@@ -163,6 +163,13 @@ def find_model(name_or_path: str, quantization: str | None = None) -> ResolvedMo
         entry, of_alias = _base_names()[short]
         return _resolved(entry, format or of_alias, name_or_path, quantization)
     raise _unknown(name_or_path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or a null byte
+        return False
 
 
 def _local_model(path: Path) -> ModelSpec:

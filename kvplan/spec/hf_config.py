@@ -34,17 +34,19 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises InputError when there is no such file, or it is not a JSON object; `Infinity` is accepted.
     """
-    file = path / "config.json" if path.is_dir() else path
     try:
+        file = path / "config.json" if path.is_dir() else path
         if file.stat().st_size > LARGEST_FILE_BYTES:
             raise InputError(f"{file}: larger than 16 MiB; a config.json is a few KiB.")
         config = json.loads(file.read_text(encoding="utf-8"))
+    except InputError:
+        raise
     except FileNotFoundError:
-        raise InputError(f"{file}: no such file.") from None
+        raise InputError(f"{path}: no such file, or no config.json in it.") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{file}:{error.lineno}: not JSON: {error.msg}.") from None
     except (OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read as JSON ({type(error).__name__}).") from None
+        raise InputError(f"{path}: cannot be read as JSON ({type(error).__name__}).") from None
     if not isinstance(config, dict):
         raise InputError(f"{file}: must be a JSON object, is a {type(config).__name__}.")
     side = file.with_name("hf_quant_config.json")

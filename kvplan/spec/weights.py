@@ -71,7 +71,7 @@ def weight_bytes(model: ModelSpec, settings: EngineSettings) -> WeightBytes:
             on_stage = _copies(tensor, layers, index, settings.pipeline_parallel_size, speculates)
             if not on_stage:
                 continue
-            for count, covered in _covered(tensor, on_stage, quantization, model):
+            for count, covered in covered_layers(tensor, on_stage, quantization, model):
                 size = sum(
                     map(allocated, _stored(tensor, settings, element, quantization if covered else None))
                 )
@@ -95,7 +95,7 @@ def _scale(model: ModelSpec) -> float:
     for tensor in model.tensors:
         if tensor.engine_only or tensor.stage == "mtp":
             continue
-        for count, covered in _covered(tensor, tensor.layers or (-1,), model.quantization, model):
+        for count, covered in covered_layers(tensor, tensor.layers or (-1,), model.quantization, model):
             quantization = model.quantization if covered else None
             counted += count * sum(_stored(tensor, EngineSettings(), 2, quantization, padded=False))
     ratio = model.stored_bytes / counted
@@ -156,7 +156,7 @@ def _copies(tensor: Tensor, layers: range, stage: int, stages: int, speculates: 
     return (-1,) if here[tensor.stage] else ()
 
 
-def _covered(
+def covered_layers(
     tensor: Tensor, layers: tuple[int, ...], quantization: Quantization | None, model: ModelSpec
 ) -> Iterator[tuple[int, bool]]:
     """(number of layers, whether quantised), since ignore lists may name single layers."""
@@ -276,7 +276,7 @@ def _formula(
     for tensor in model.tensors:
         if tensor.engine_only or tensor.stage == "mtp":
             continue
-        for count, quantised in _covered(tensor, tensor.layers or (-1,), quantization, model):
+        for count, quantised in covered_layers(tensor, tensor.layers or (-1,), quantization, model):
             if quantised:
                 covered += count * tensor.elements
             else:
