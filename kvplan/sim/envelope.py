@@ -81,9 +81,9 @@ def envelope_for(
             else 1
         )
         experts_tp = settings.tensor_parallel_size * settings.data_parallel_size // ep
-        if kernels.moe_curve(formats.experts.moe, shape, experts_tp, ep) is None:
+        if kernels.moe_curve(formats.quantised.moe, shape, experts_tp, ep) is None:
             widen(0.25, 0.45, 0.30, 0.70, "expert GEMMs of this shape were never measured")
-    if formats.mlp.gemm == "bf16" and formats.mlp.weight_bytes < 2 and not model.moe:
+    if formats.quantised.gemm == "bf16" and formats.quantised.weight_bytes < 2 and not model.moe:
         widen(0.20, 0.35, 0.25, 0.60, "weight-only formats have no kernel table")
     if settings.pipeline_parallel_size > 1:
         widen(0.30, 0.60, 0.40, 0.80, "pipeline stages are taken one after another, without overlap")

@@ -6,30 +6,10 @@ from dataclasses import dataclass
 
 from kvplan.sim.constants import Kernels
 from kvplan.spec.engine import EngineSettings
-from kvplan.spec.model import LayerKind, ModelSpec
+from kvplan.spec.model import ModelSpec, Quantization
+from kvplan.spec.weights import effective_quantization
 
-INT4 = {
-    "awq",
-    "awq_marlin",
-    "gptq",
-    "gptq_marlin",
-    "compressed-tensors",
-    "bitsandbytes",
-    "auto-round",
-    "moe_wna16",
-}
-FP8 = {
-    "fp8",
-    "modelopt",
-    "modelopt_fp8",
-    "fbgemm_fp8",
-    "compressed-tensors",
-    "quark",
-    "ptpc_fp8",
-    "experts_int8",
-}
-FP4 = {"modelopt_fp4", "nvfp4", "compressed-tensors"}
-MXFP4 = {"mxfp4", "gpt_oss_mxfp4", "quark"}
+FP8_METHODS = ("fp8", "modelopt", "compressed-tensors")  # those whose 8-bit form is fp8 arithmetic
 
 
 @dataclass(frozen=True)
@@ -48,65 +28,47 @@ BF16 = Format(2.0, 2.0, "bf16", "bf16", "bf16")
 
 @dataclass(frozen=True)
 class Formats:
-    """Formats by kind of matrix; the output head and the router stay in 16 bit."""
+    """``quantised`` is the format of the matrices that quantisation covers; the others have 16 bit."""
 
-    attention: Format
-    mlp: Format
-    experts: Format
+    quantised: Format
     kv_bytes: float
     kv_dtype: str  # bf16 or fp8, as the attention constants are named
     notes: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self.mlp.gemm, self.experts.moe
 
 
 def formats_for(model: ModelSpec, settings: EngineSettings, kernels: Kernels) -> Formats:
     """Formats of ``model`` as ``settings`` serve it on a GPU with ``kernels``.
 
-    ``--quantization`` wins over the checkpoint's own; weight-only formats (and fp8 or fp4 on a GPU without
-    the unit) move few bytes and compute in 16 bit, as the engine's Marlin kernels do.
+    Weight-only formats (and fp8 or fp4 on a GPU without the unit) move few bytes and compute in 16 bit, as
+    the engine's Marlin kernels do.
     """
-    own = model.quantization
-    method = (settings.quantization or (own.method if own else "") or "").lower()
-    bits = own.bits if own else 16
-    if settings.quantization and (own is None or own.method.lower() != method):
-        bits = 4 if method in INT4 - {"compressed-tensors"} | FP4 | MXFP4 else 8
-    group = own.group_size if own and own.group_size > 0 else 128
-    block = bool(own and own.block_shape)
     notes: list[str] = []
-    quantised = BF16
-    if method in MXFP4 and bits == 4:
-        quantised = Format(0.53125, 2.0, "bf16", "w4a16_mxfp4", "bf16")
-    elif "fp4" in method or (method == "modelopt" and bits == 4):
-        if kernels.has("fp4"):
-            quantised = Format(0.5625, 0.5625, "nvfp4", "nvfp4", "fp4")
-        else:
-            quantised = Format(0.5625, 2.0, "bf16", "int4_wo", "bf16")
-            notes.append("no fp4 unit on this GPU: weights in 4 bit, arithmetic in 16 bit")
-    elif bits == 8 and method in FP8:
-        name = "fp8_block" if block else "fp8"
-        if kernels.has("fp8"):
-            quantised = Format(1.0, 1.0, name, name, "fp8")
-        else:
-            quantised = Format(1.0, 2.0, "bf16", "bf16", "bf16")
-            notes.append("no fp8 unit on this GPU: weights in 8 bit, arithmetic in 16 bit")
-    elif method and bits < 16:
-        quantised = Format(bits / 8 + 2.5 / group, 2.0, "bf16", "int4_wo", "bf16")
-        notes.append(f"{method} GEMMs have no table: 16-bit constants on {bits}-bit weights")
-    ignored = " ".join(own.ignored) if own else ""
-    mla = any(layer.kind is LayerKind.MLA for layer in model.layers)
-    keep_attention = "attn" in ignored or "attention" in ignored or quantised.moe == "w4a16_mxfp4"
-    keep_attention |= mla and quantised.weight_bytes < 1
-    keep_mlp = "mlp.gate_proj" in ignored or "shared_experts" in ignored or quantised.moe == "w4a16_mxfp4"
     fp8_kv = settings.kv_cache_dtype.startswith(("fp8", "e4m3", "e5m2"))
-    kv_bytes = 1.0 if fp8_kv else 4.0 if model.dtype == "float32" and settings.dtype == "auto" else 2.0
     return Formats(
-        attention=BF16 if keep_attention else quantised,
-        mlp=BF16 if keep_mlp else quantised,
-        experts=quantised,
-        kv_bytes=kv_bytes,
+        quantised=_quantised(effective_quantization(model, settings), kernels, notes),
+        kv_bytes=1.0 if fp8_kv else 4.0 if settings.kv_cache_dtype == "float32" else 2.0,
         kv_dtype="fp8" if fp8_kv else "bf16",
         notes=tuple(notes),
     )
+
+
+def _quantised(quantization: Quantization | None, kernels: Kernels, notes: list[str]) -> Format:
+    if quantization is None or quantization.bits >= 16:
+        return BF16
+    method, bits = quantization.method, quantization.bits
+    if method == "mxfp4":
+        return Format(0.53125, 2.0, "bf16", "w4a16_mxfp4", "bf16")
+    if "fp4" in method:
+        if kernels.has("fp4"):
+            return Format(0.5625, 0.5625, "nvfp4", "nvfp4", "fp4")
+        notes.append("no fp4 unit on this GPU: weights in 4 bit, arithmetic in 16 bit")
+        return Format(0.5625, 2.0, "bf16", "int4_wo", "bf16")
+    if bits == 8 and method.startswith(FP8_METHODS):
+        name = "fp8_block" if quantization.block_shape else "fp8"
+        if kernels.has("fp8"):
+            return Format(1.0, 1.0, name, name, "fp8")
+        notes.append("no fp8 unit on this GPU: weights in 8 bit, arithmetic in 16 bit")
+        return Format(1.0, 2.0, "bf16", "bf16", "bf16")
+    notes.append(f"{method} GEMMs have no table: 16-bit constants on {bits}-bit weights")
+    scales = 2.5 / quantization.group_size if quantization.group_size > 0 else 0.0
+    return Format(bits / 8 + scales, 2.0, "bf16", "int4_wo", "bf16")

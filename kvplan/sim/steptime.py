@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +16,10 @@ from numpy.typing import NDArray
 from kvplan.sched.core import Clock
 from kvplan.sim.constants import Kernels, Links, kernels_for, scaled
 from kvplan.sim.formats import BF16, Format, Formats, formats_for
+from kvplan.sim.gemms import activation_bytes_per_token, expert_layers, step_gemms
 from kvplan.spec.engine import EngineSettings
 from kvplan.spec.gpu import GPU
-from kvplan.spec.model import Layer, LayerKind, ModelSpec
+from kvplan.spec.model import LayerKind, ModelSpec
 
 Seconds = NDArray[np.float64]
 
@@ -57,15 +57,6 @@ class Calibration:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f.name for f in fields(self))
-
-
-class Gemm(NamedTuple):
-    """``times`` GEMMs a layer of n outputs and k inputs on one rank."""
-
-    times: int
-    n: float
-    k: float
-    format: Format
 
 
 def clock_for(
@@ -125,52 +116,6 @@ def stretched(clock: Clock, factor: float) -> Clock:
 # ---------------------------------------------------------------------------------------------- dense parts
 
 
-def layer_gemms(layer: Layer, model: ModelSpec, tp: int, formats: Formats) -> list[Gemm]:
-    """GEMMs of one decoder layer on one rank, routed experts left out."""
-    h, gemms = model.hidden_size, []
-    a = formats.attention
-    if layer.kind is LayerKind.MLA:
-        gemms += _mla_gemms(layer, model, tp, a)
-    elif layer.kind is LayerKind.STATE:
-        states = sum(x.kind is LayerKind.STATE for x in model.layers)
-        elements = (
-            model.parameters.state / states if model.parameters and model.parameters.state else 4 * h * h
-        )
-        gemms += [Gemm(1, elements * 2 / 3 / h / tp, h, a), Gemm(1, h, elements / 3 / h / tp, a)]
-    elif layer.kind is not LayerKind.NONE:
-        d, dv = layer.head_dim, layer.v_head_dim or layer.head_dim
-        q_heads = layer.heads / tp
-        kv_heads = 0.0 if layer.kind is LayerKind.SHARED else max(1.0, layer.kv_heads / tp)
-        gemms += [Gemm(1, q_heads * d + kv_heads * (d + dv), h, a), Gemm(1, h, q_heads * dv, a)]
-    widths = [model.intermediate_size]
-    if layer.is_moe and model.moe:
-        widths = [model.moe.shared_intermediate_size]
-        gemms.append(Gemm(1, model.moe.experts, h, BF16))  # the router, on every rank
-    for width in widths:
-        if width:
-            up = 2 if model.gated_mlp else 1
-            gemms += [Gemm(1, up * width / tp, h, formats.mlp), Gemm(1, h, width / tp, formats.mlp)]
-    return gemms
-
-
-def _mla_gemms(layer: Layer, model: ModelSpec, tp: int, form: Format) -> list[Gemm]:
-    """Down-projections on every rank, then per-head up-projections (absorbed when decoding)."""
-    h, heads = model.hidden_size, layer.heads / tp
-    mla = sum(x.kind is LayerKind.MLA for x in model.layers)
-    down = layer.latent_dim + layer.rope_dim
-    if model.parameters and model.parameters.attention_replicated:
-        down = max(down, round(model.parameters.attention_replicated / mla / h))
-    q_rank = down - layer.latent_dim - layer.rope_dim
-    nope = layer.head_dim - layer.rope_dim if layer.head_dim > layer.rope_dim else layer.head_dim
-    return [
-        Gemm(1, down, h, form),
-        Gemm(1, heads * (nope + layer.rope_dim), q_rank if q_rank > 0 else h, form),
-        Gemm(1, heads * nope, layer.latent_dim, BF16),  # kept in 16 bit as two batched products
-        Gemm(1, heads * layer.v_head_dim, layer.latent_dim, BF16),
-        Gemm(1, h, heads * layer.v_head_dim, form),
-    ]
-
-
 def gemm_s(m: Seconds, n: float, k: float, form: Format, kernels: Kernels, fused: bool) -> Seconds:
     """Seconds of one GEMM of m x k by k x n.
 
@@ -201,18 +146,12 @@ def linear_table(
 ) -> Seconds:
     """Seconds by scheduled tokens, 0 to ``tokens``, of all but attention over the KV cache and the head."""
     grid, size = _token_grid(tokens, settings)
-    tp, eager = settings.tensor_parallel_size, settings.enforce_eager
     total = np.zeros(len(grid))
-    counted: Counter[tuple[float, float, Format]] = Counter()
-    for layer, count in Counter(model.layers).items():
-        for gemm in layer_gemms(layer, model, tp, formats):
-            counted[gemm.n, gemm.k, gemm.format] += gemm.times * count
-    for (n, k, form), count in counted.items():
-        total += count * gemm_s(size, n, k, form, kernels, fused=not eager)
+    for n, k, form, times in step_gemms(model, settings, formats):
+        total += times * gemm_s(size, n, k, form, kernels, fused=not settings.enforce_eager)
     total += _small_kernels(model, settings, kernels, size)
     if model.moe:
-        moe_layers = sum(layer.is_moe for layer in model.layers)
-        total += moe_layers * moe_s(size, model, settings, kernels, formats)
+        total += expert_layers(model) * moe_s(size, model, settings, kernels, formats)
     total += _communication(model, settings, kernels, size)
     total[0] = 0.0
     return np.asarray(np.interp(np.arange(tokens + 1), grid, total))
@@ -244,20 +183,10 @@ def _fused_all_reduce(settings: EngineSettings, kernels: Kernels) -> bool:
 
 def _small_kernels(model: ModelSpec, settings: EngineSettings, kernels: Kernels, size: Seconds) -> Seconds:
     """Norms, rotary embedding, cache write, activation: a launch each and the bytes they stream."""
-    tp, h = settings.tensor_parallel_size, model.hidden_size
-    launches = 0.0
-    streamed = 0.0  # bytes a token
-    for layer in model.layers:
-        kernels_here = SMALL_KERNELS + (2 if layer.kind in (LayerKind.STATE, LayerKind.MLA) else 0)
-        kernels_here += 1 if layer.is_moe else 0  # top-k; its sort is inside the measured experts
-        launches += kernels_here
-        heads = layer.heads + 2 * layer.kv_heads
-        width = (
-            (model.moe.shared_intermediate_size if model.moe else 0)
-            if layer.is_moe
-            else model.intermediate_size
-        )
-        streamed += 16.0 * h + 4.0 * heads * layer.head_dim / tp + 6.0 * width / tp
+    launches = float(SMALL_KERNELS * model.num_layers)
+    launches += 2.0 * sum(layer.kind in (LayerKind.STATE, LayerKind.MLA) for layer in model.layers)
+    launches += expert_layers(model)  # top-k; its sort is inside the measured experts
+    streamed = activation_bytes_per_token(model, settings)
     fused = launches - 2.0 * model.num_layers if _fused_all_reduce(settings, kernels) else launches
     count = np.where(size <= GRAPH_TOKENS, fused, launches)
     return np.asarray(
@@ -281,7 +210,7 @@ def moe_s(
     ep = world if settings.enable_expert_parallel else 1
     e, k, h = model.moe.experts, model.moe.experts_per_token, model.hidden_size
     f = model.moe.intermediate_size / (world / ep)
-    form = formats.experts
+    form = formats.quantised
     tokens = size * settings.data_parallel_size
     curve = kernels.moe_curve(form.moe, (h, model.moe.intermediate_size, k, e), world // ep, ep)
     if curve:
@@ -305,7 +234,7 @@ def _communication(model: ModelSpec, settings: EngineSettings, kernels: Kernels,
     tp, dp, pp = settings.tensor_parallel_size, settings.data_parallel_size, settings.pipeline_parallel_size
     h, layers = model.hidden_size, model.num_layers
     total = np.zeros(len(size))
-    experts = sum(layer.is_moe for layer in model.layers) if dp > 1 else 0
+    experts = expert_layers(model) if dp > 1 else 0
     graph = (size <= GRAPH_TOKENS) & (not settings.enforce_eager)
     if tp > 1:
         link = kernels.links(tp)
