@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -22,9 +21,16 @@ from torch import Tensor
 
 from kvplan.kernels.attend import LOG2E, attend_tiles, split_tiles
 from kvplan.kernels.checks import check_cache_shapes, check_indices
+from kvplan.kernels.device import (
+    E4M3_FACTOR,
+    capturing,
+    check_types,
+    compute_type,
+    device_traits,
+    precision,
+    stored_as,
+)
 from kvplan.kernels.splits import MIN_PART_TOKENS, choose_num_splits
-
-E4M3_FACTOR = 256.0
 
 
 @triton.jit
@@ -203,45 +209,6 @@ def default_config(dtype: torch.dtype, head_dim: int, capability: tuple[int, int
     return DecodeConfig(tile=tile, warps=4, stages=4 if head_dim <= 128 else 3, swap_ab=capability[0] == 9)
 
 
-@cache
-def _device(index: int) -> tuple[int, tuple[int, int] | None]:
-    """Number of SMs, and the CUDA capability or None on AMD."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, None if torch.version.hip else (
-        properties.major,
-        properties.minor,
-    )
-
-
-def interpreting() -> bool:
-    """Whether this module's kernels were built for Triton's interpreter (CPU tensors)."""
-    return not isinstance(attend_tiles, triton.JITFunction)
-
-
-def device_traits(tensor: Tensor) -> tuple[int, tuple[int, int] | None]:
-    """SMs and capability of a tensor's GPU; (1, None) in the interpreter. Else ValueError for CPU tensors."""
-    if tensor.is_cuda:
-        return _device(tensor.device.index or 0)
-    if not interpreting():
-        raise ValueError("Triton kernels need GPU tensors (or TRITON_INTERPRET=1 before their import)")
-    return 1, None
-
-
-def stored_as(cache: Tensor, capability: tuple[int, int] | None) -> tuple[Tensor, bool]:
-    """The cache as the kernel takes it, and whether as e4m3 bits to unpack by hand (no hardware for it)."""
-    by_hand = cache.dtype == torch.float8_e4m3fn and (capability is None or capability < (8, 9))
-    return (cache.view(torch.uint8), True) if by_hand else (cache, False)
-
-
-def compute_type(q: Tensor, cache: Tensor) -> tl.dtype:
-    """Type of the dots' operands; float8 KV goes through float16, which holds it exactly, fastest."""
-    if q.dtype == torch.float32 or (interpreting() and q.dtype == torch.bfloat16):
-        return tl.float32  # the interpreter multiplies bfloat16 bit patterns
-    if cache.element_size() == 1:
-        return tl.float16
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
-
-
 def paged_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -286,7 +253,7 @@ def paged_decode(
         raise ValueError(
             f"k_cache has head_dim {dim}, v_cache {v_cache.shape[3]}; see mla_decode for unequal ones"
         )
-    if check and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if check and not capturing(q):
         check_indices(block_table, seq_lens, num_blocks, page)
     out = torch.empty_like(q) if out is None else out
     if batch == 0:
@@ -340,7 +307,7 @@ def paged_decode(
         HAS_CAP=soft_cap > 0,
         HAS_SINKS=sinks is not None,
         COMPUTE=compute_type(q, k_cache),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=precision(q),
         **shared,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -350,19 +317,3 @@ def paged_decode(
             out, part_out, part_lse, seq_lens, *out.stride()[:2], window, HEADS=heads, **shared, num_warps=2
         )
     return out
-
-
-def check_types(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> None:
-    """Raise ValueError unless types go together and rows are contiguous; reads no data."""
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"q must be bfloat16, float16 or float32, found {q.dtype}")
-    allowed = (q.dtype, torch.float8_e4m3fn, torch.float8_e5m2)
-    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in allowed:
-        raise ValueError(
-            f"caches must both be {q.dtype} or float8, found {k_cache.dtype} and {v_cache.dtype}"
-        )
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name} must be contiguous along its last dimension, found strides {tensor.stride()}"
-            )

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import kvplan.kernels
 
 HERE = Path(__file__).parent
 HAVE_TRITON = all(importlib.util.find_spec(name) for name in ("torch", "triton"))
@@ -27,7 +30,8 @@ if HAVE_TRITON:
             "triton was imported before tests/kernels/conftest.py could choose its interpreter"
         )
     os.environ["TRITON_INTERPRET"] = "1"
-    importlib.import_module("kvplan.kernels.decode")
+    for module in pkgutil.iter_modules(kvplan.kernels.__path__, "kvplan.kernels."):
+        importlib.import_module(module.name)
 
     if before is None:
         del os.environ["TRITON_INTERPRET"]

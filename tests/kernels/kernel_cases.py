@@ -59,14 +59,16 @@ def make_case(
             cache[mine[position // block_size], position % block_size] = values
     stored = kv_dtype or dtype
     k, v = k.to(stored), v.to(stored)
-    if hnd:  # the same tensor over memory in which one head's slots lie side by side
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[k.element_size()]
-        k, v = (
-            cache.view(bits).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3).view(stored)
-            for cache in (k, v)
-        )
+    if hnd:
+        k, v = as_hnd(k), as_hnd(v)
     q = torch.randn((len(lens), kv_heads * group, dim), generator=generator).to(dtype)
     return Case(q, k, v, table, torch.tensor(lens, dtype=torch.int32))
+
+
+def as_hnd(cache: Tensor) -> Tensor:
+    """The same tensor over memory in which the slots of one head lie side by side."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()]
+    return cache.view(bits).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3).view(cache.dtype)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
