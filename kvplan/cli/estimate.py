@@ -128,7 +128,7 @@ def _lengths(
             raise InputError(f"--trace and {given[0][0]} both give the lengths: use one.")
         from kvplan.trace.readers import read_trace
 
-        found = read_trace(trace)
+        found = read_trace(str(trace))
         if not len(found):
             raise InputError(f"--trace {trace} has no request.")
         return (found.input_tokens + found.output_tokens).tolist(), str(trace)

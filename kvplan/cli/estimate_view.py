@@ -95,8 +95,17 @@ def fits_view(e: Estimate, term: Terminal) -> list[str]:
         blocks += [f"  KV pool given: {gib(e.available_kv_bytes)} GiB, {_blocks_in_words(e)}", ""]
     blocks += _hybrid(e, term) if not e.layout.is_uniform else _uniform(e)
     if e.verdict.fits is None:
-        blocks.append(f"  per block  {byte_size(e.layout.bytes_per_block)}, {e.layout.block_size} tokens")
-        blocks.append("  A pool for it: --kv-cache-memory-bytes, or name a MODEL to count its weights.")
+        length = e.engine.max_model_len
+        blocks += [
+            f"  per block  {byte_size(e.layout.bytes_per_block)}, {e.layout.block_size} tokens",
+            f"  a request  {gib(e.needed_bytes_one_request)} GiB at {count(length)} tokens, "
+            f"{count(e.layout.blocks_per_request(length))} blocks",
+            "  A pool for it: --kv-cache-memory-bytes, or name a MODEL to count its weights.",
+        ]
+    offload = e.engine.settings.kv_offload_gib
+    if offload:
+        more = int(offload * GIB) // (e.layout.bytes_per_block * e.engine.ranks)
+        blocks.append(f"  offload    {offload:g} GiB of CPU memory hold {count(more)} more blocks a GPU")
     if e.budget is not None and e.budget.graphs_outside_bytes:
         outside = e.budget.total_bytes - e.budget.budget_bytes
         if e.budget.graphs_outside_bytes > outside - GIB // 2:
@@ -109,7 +118,8 @@ def fits_view(e: Estimate, term: Terminal) -> list[str]:
 
 def assumed(e: Estimate, notes: Sequence[str], term: Terminal) -> list[str]:
     """What was assumed, wrapped and dim; nothing when nothing was."""
-    words = [render.escape(word) for word in (*notes, *e.assumptions)]
+    engine = e.assumptions if e.verdict.fits is not None else ()  # the bare formula depends on none
+    words = [render.escape(word) for word in (*notes, *engine)]
     if e.model.unverified:
         words.append(f"nobody could check: {', '.join(map(render.escape, e.model.unverified))}")
     if not words:
@@ -285,15 +295,17 @@ def _why_asked(e: Estimate) -> list[str]:
         lines.append(f"  {count(asked)} blocks, where {count(g.held_blocks(length))} are held afterwards.")
     states = [g for g in layout.groups if g.kind is LayerKind.STATE]
     if states:
-        reason = (
-            "one runs, one is kept for prefix caching"
-            if engine.enable_prefix_caching
-            else "the running state"
-        )
+        uses = ["one runs"]
+        if engine.enable_prefix_caching:
+            uses.append("one is kept for prefix caching")
+        drafts = engine.settings.num_speculative_tokens
+        if drafts:
+            uses.append(f"{drafts} for drafted tokens")
         lines.append(
             f"  Each of {len(states)} state groups takes {states[0].state_blocks} blocks of "
-            f"{count(layout.block_size)} tokens a request: {reason}."
+            f"{count(layout.block_size)} tokens a request:"
         )
+        lines.append(f"  {', '.join(uses)}.")
     return lines
 
 
@@ -372,9 +384,9 @@ def _need_table(e: Estimate, term: Terminal) -> str:
     shown, total = gib_parts([size for _, size, _ in rows], sum(size for _, size, _ in rows))
     body = [[name, size, why] for (name, _, why), size in zip(rows, shown, strict=True)]
     before = -e.available_kv_bytes
-    why = f"{gib(before)} of it before any KV" if before > 0 else e.verdict.reason
-    word = "short by" if sum(size for _, size, _ in rows) > 0 else "spare"
-    body.append([word, total.removeprefix("-"), why if word == "short by" else e.verdict.reason])
+    why = f"{gib(before)} of it before any KV" if before > 0 else ""
+    is_short = sum(size for _, size, _ in rows) > 0
+    body.append(["short by" if is_short else "spare", total.removeprefix("-"), why if is_short else ""])
     columns = [Column("need", "left"), Column("GiB"), Column("why", "left", shrinks=True, min_width=20)]
     return render.table(columns, body, term)
 

@@ -82,6 +82,7 @@ class Switch:
 
 
 MAX_TOKENS = 1 << 31
+BARE_MAX_MODEL_LEN = 4096
 KV_DTYPES = (
     "auto", "bfloat16", "bf16", "float16", "fp16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla",
     "fp8_per_token_head", "int8_per_token_head",
@@ -281,7 +282,11 @@ def resolve_target(flags: Flags) -> Target:
     """
     gpu, gpu_notes = resolve_gpu(flags)
     if flags.shape:
-        return Target(bare_model(flags), gpu, flags.settings, gpu_notes, bare=True)
+        settings, notes = flags.settings, gpu_notes
+        if settings.max_model_len is None:
+            settings = replace(settings, max_model_len=BARE_MAX_MODEL_LEN)
+            notes = (*notes, f"max_model_len {BARE_MAX_MODEL_LEN:,}, for want of a model")
+        return Target(bare_model(flags), gpu, settings, notes, bare=True)
     model, settings, notes, typed = resolve_model(flags)
     return Target(model, gpu, settings, (*notes, *gpu_notes), typed)
 

@@ -117,7 +117,7 @@ def activation_peak(model: ModelSpec, gpu: GPU, engine: Resolved, stage: int = 0
     encoder = _encoder_bytes(model, batched, size) if stage == 0 else 0
     cublas = (32 if _is_datacenter_hopper(gpu) else 8) * MIB
     wins = sampler > forward
-    why = sampler_why if wins else forward_why
+    why = sampler_why if wins else f"a layer's forward pass over {batched:,} tokens"
     formula = sampler_formula if wins else forward_why
     if scratch:
         why += f"; MoE {scratch / GIB:.2f}"
@@ -136,7 +136,8 @@ def _sampler(model: ModelSpec, gpu: GPU, engine: Resolved, stage: int) -> tuple[
     """(bytes, in short, in full) of logits and sampler buffers of the last stage."""
     size = _compute_bytes(engine)
     batched, hidden = engine.max_num_batched_tokens, model.hidden_size
-    rows = min(engine.max_num_seqs, batched)
+    # Each running request has a row of logits, and one more for every token drafted for it.
+    rows = min(engine.max_num_seqs * (1 + engine.settings.num_speculative_tokens), batched)
     vocab = padded_vocab(model.vocab_size, engine.settings.tensor_parallel_size)
     units, has_row_buffer = _sampler_units(engine)
     if engine.dtype == "float32":
@@ -174,10 +175,8 @@ def _forward(model: ModelSpec, engine: Resolved) -> tuple[int, str]:
     """(bytes, formula) of one layer's pass over a full batch: its MLP or, where larger, its attention."""
     size, tp = _compute_bytes(engine), engine.settings.tensor_parallel_size
     batched, hidden = engine.max_num_batched_tokens, model.hidden_size
-    has_dense = any(not layer.is_moe for layer in model.layers) or model.moe is None
-    wide = model.intermediate_size if has_dense else 0
-    if model.moe is not None:
-        wide = max(wide, model.moe.shared_intermediate_size)
+    # The widest MLP that is no routed expert; a model of experts alone has none.
+    wide = max((t.in_ for t in model.tensors if t.part == "mlp" and t.name.endswith("down_proj")), default=0)
     factor = 3 if model.gated_mlp else 2
     mlp = batched * factor * wide // tp * size + int(3.5 * batched * hidden * size)
     split = f" / TP {tp}" if tp > 1 else ""

@@ -12,10 +12,13 @@ from math import sqrt
 from kvplan.errors import InputError
 from kvplan.memory.budget import Budget, Term, padded_vocab, stage_budget
 from kvplan.memory.kvlayout import KVGroup, KVLayout, kv_layout
+from kvplan.spec.catalogue import find_model
 from kvplan.spec.engine import EngineSettings, Resolved, resolve
 from kvplan.spec.gpu import GIB, GPU
 from kvplan.spec.model import LayerKind, ModelSpec
-from kvplan.spec.weights import effective_quantization, weight_bytes
+from kvplan.spec.weights import effective_quantization, rank_shape, weight_bytes
+
+DEFAULT_LORA_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,15 @@ def estimate(
             b.available_kv_bytes // size for b, size in zip(budgets, layout.stage_block_bytes, strict=True)
         ]
         deciding = stage_blocks.index(min(stage_blocks))
-        budget = budgets[deciding]
+        budget, layout = budgets[deciding], replace(layout, deciding_stage=deciding)
         available, blocks = budget.available_kv_bytes, max(0, stage_blocks[deciding])
         assumptions += budget.notes
+        if settings.max_loras:
+            assumptions.append("size of LoRA slots from shape: not checked against a log")
         if len(budgets) > 1:
-            assumptions.append(f"figures are of pipeline stage {deciding}, which decides")
+            assumptions.append(
+                f"figures are of pipeline stage {deciding + 1} of {len(budgets)}, which decides"
+            )
     needed = layout.needed_bytes(engine.max_model_len)
     return Estimate(
         model=model,
@@ -159,22 +166,53 @@ def max_len_limit(model: ModelSpec, engine: Resolved) -> int:
 
 
 def weights_term(model: ModelSpec, settings: EngineSettings, stage: int) -> Term:
-    """Weights of one rank of pipeline stage ``stage``."""
+    """Weights of one rank of pipeline stage ``stage``, with the draft model's and the LoRA slots'."""
     found = weight_bytes(model, settings)
-    ranks = settings.tensor_parallel_size
+    size = found.stages[stage].bytes
+    why, formula = _weights_why(model, settings, stage, size), found.formula
+    last = settings.pipeline_parallel_size - 1
+    if settings.speculative_model and stage == last:
+        draft = find_model(settings.speculative_model).spec
+        own = weight_bytes(draft, replace(settings, pipeline_parallel_size=1, speculative_model=None,
+                                          num_speculative_tokens=0, quantization=None))  # fmt: skip
+        size += own.largest_bytes
+        why += f" + draft {own.largest_bytes / GIB:.2f}"
+        formula += f" + draft model {own.formula}"
+    if settings.max_loras:
+        slots = lora_bytes(model, settings)
+        size += slots
+        why += f" + LoRA {slots / GIB:.2f}"
+        formula += f" + {settings.max_loras} LoRA slots {slots:,} B"
+    return Term(size, why, found.source, formula)
+
+
+def lora_bytes(model: ModelSpec, settings: EngineSettings) -> int:
+    """16-bit A [rank, in] and B [out, rank] of every attention and MLP matrix, for each slot of a rank.
+
+    Not checked against a log. Experts and embeddings carry no slot.
+    """
+    rank = settings.max_lora_rank or DEFAULT_LORA_RANK
+    total = 0
+    for tensor in model.tensors:
+        if tensor.part in ("attention", "mlp", "state") and tensor.quantised:
+            _, out, in_ = rank_shape(tensor, settings)
+            total += len(tensor.layers) * rank * (out + in_) * 2
+    return settings.max_loras * total // settings.pipeline_parallel_size
+
+
+def _weights_why(model: ModelSpec, settings: EngineSettings, stage: int, size: int) -> str:
+    ranks, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    quantization = effective_quantization(model, settings)
     if ranks > 1:
         whole = weight_bytes(model, replace(settings, tensor_parallel_size=1)).stages[stage].bytes
         why = f"{whole / GIB:.2f} / TP {ranks}"
-        if abs(whole / ranks - found.stages[stage].bytes) > 0.01 * found.stages[stage].bytes:
+        if size > 1.01 * whole / ranks:
             why += ", some parts on every rank"
-    elif effective_quantization(model, settings) is None and settings.pipeline_parallel_size == 1:
-        why = f"{found.formula.replace(' x ', ' parameters x ', 1)}"
+    elif quantization is None and stages == 1:
+        return weight_bytes(model, settings).formula.replace(" x ", " parameters x ", 1)
     else:
-        quantization = effective_quantization(model, settings)
         why = f"{quantization.method}, {quantization.bits} bit" if quantization else "16 bit"
-        if settings.pipeline_parallel_size > 1:
-            why += f", stage {stage} of PP {settings.pipeline_parallel_size}"
-    return Term(found.stages[stage].bytes, why, found.source, found.formula)
+    return why + (f", stage {stage + 1} of {stages}" if stages > 1 else "")
 
 
 def check_split(model: ModelSpec, engine: Resolved) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import lcm
 
 from kvplan.errors import InputError
 from kvplan.memory.formula import blocks_for
+from kvplan.spec.catalogue import find_model
 from kvplan.spec.engine import Resolved
 from kvplan.spec.model import Layer, LayerKind, ModelSpec
 from kvplan.spec.weights import pipeline_layers
@@ -90,15 +90,25 @@ class KVLayout:
     derived_tokens: bool  # the token line is concurrency x max_model_len (from 0.21)
     null_block_counts: bool  # the start-up check leaves one block aside
     startup_block_bytes: int  # what the check charges for a block: of all stages before 0.17
-    bytes_per_token: int  # slope: what a longer request adds, exact state, this rank (stage that decides)
-    fixed_bytes_per_request: int  # windows when full, and states
+    stage_slopes: tuple[tuple[int, int], ...]  # exact state a stage: (bytes per token, fixed bytes)
+    deciding_stage: int  # the stage that all figures of one rank are about
     padding_layers: int
     assumptions: tuple[str, ...] = ()
 
-    @cached_property
+    @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block on the stage with most layers."""
-        return max(self.stage_block_bytes)
+        """Bytes of one block on a rank of the stage that decides."""
+        return self.stage_block_bytes[self.deciding_stage]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Slope: what each further token of a request adds for good on that rank."""
+        return self.stage_slopes[self.deciding_stage][0]
+
+    @property
+    def fixed_bytes_per_request(self) -> int:
+        """What a request keeps whatever its length: windows when full, and states."""
+        return self.stage_slopes[self.deciding_stage][1]
 
     @property
     def is_uniform(self) -> bool:
@@ -210,8 +220,7 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
         raise InputError(
             f"-pp {len(stages)} leaves a stage of {model.name} without any KV layer; use fewer stages."
         )
-    deciding = stages[stage_block_bytes.index(max(stage_block_bytes))]
-    slope, fixed = _exact_state(_layers_with_kv(model, engine, [])[slice(*deciding)], engine)
+    layers = _layers_with_kv(model, engine, [])
     attention = [group.block_size for group in groups if group.kind is not LayerKind.STATE]
     largest = max(len(indices) for indices in members)
     return KVLayout(
@@ -224,8 +233,8 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
         derived_tokens=engine.version >= (0, 21),
         null_block_counts=engine.version >= (0, 26),
         startup_block_bytes=(sum if engine.version < (0, 17) else max)(stage_block_bytes),
-        bytes_per_token=slope,
-        fixed_bytes_per_request=fixed,
+        stage_slopes=tuple(_exact_state(layers[low:high], engine) for low, high in stages),
+        deciding_stage=stage_block_bytes.index(max(stage_block_bytes)),
         padding_layers=largest * len(members) - sum(len(indices) for indices in members),
         assumptions=tuple(dict.fromkeys(said)),
     )
@@ -273,17 +282,20 @@ def state_bytes(layer: Layer, engine: Resolved) -> int:
 
 
 def _layers_with_kv(model: ModelSpec, engine: Resolved, said: list[str]) -> list[Layer]:
-    """The decoder's layers, and those of its own multi-token prediction when it drafts for itself."""
+    """The decoder's layers, then those that draft tokens: a draft model's, or the model's own MTP layer."""
     s = engine.settings
     layers = list(model.layers)
-    if s.num_speculative_tokens and s.speculative_model is None:
+    if s.num_speculative_tokens and s.speculative_model is not None:
+        draft = find_model(s.speculative_model).spec
+        said.append(f"the draft model {draft.name} shares the pool: not checked against a log")
+        layers += draft.layers
+    elif s.num_speculative_tokens:
         if not model.mtp_layers:
             raise InputError(
                 f"--num-speculative-tokens {s.num_speculative_tokens} needs --speculative-model: "
                 f"{model.name} has no multi-token-prediction layers of its own."
             )
-        full = next(layer for layer in layers if layer.kind in (LayerKind.FULL, LayerKind.MLA))
-        layers.append(full)
+        layers.append(next(layer for layer in layers if layer.kind in (LayerKind.FULL, LayerKind.MLA)))
         said.append("one multi-token-prediction layer with full attention holds KV too")
     return layers
 
