@@ -7,12 +7,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from conftest import shared_path
-
 from kvplan.errors import InputError
 from kvplan.spec.catalogue import find_model
 from kvplan.spec.engine import EngineSettings
 from kvplan.spec.model import ModelSpec
+from tests.conftest import shared_path
 
 GIB = 1 << 30
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kv_rows import GIB, model_of, rows, settings_of, version_of
 
 from kvplan.errors import InputError
 from kvplan.memory.budget import Budget, activation_peak, graphs_inside, stage_budget
 from kvplan.memory.capacity import weights_term
 from kvplan.spec.catalogue import find_gpu, find_model
 from kvplan.spec.engine import EngineSettings, resolve
+from tests.memory.kv_rows import GIB, model_of, rows, settings_of, version_of
 
 # The card has twice the catalogue's namesake: the row's note derives 139.8 GiB from two utilisations.
 TOTAL_GIB = {"recipes12-qwen3coder480b-090": 139.8, "recipes12-qwen3coder480b-095": 139.8}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kv_rows import GIB, model_of, rows, settings_of, version_of
 
 from kvplan.errors import InputError
 from kvplan.memory.kvlayout import KVLayout, kv_layout
 from kvplan.spec.engine import resolve
+from tests.memory.kv_rows import GIB, model_of, rows, settings_of, version_of
 
 # The line is stage 0's; the stage that decides has what the row's note says (75.23 - 9.60 and - 6.34 GiB).
 DECIDING_STAGE_GIB = {

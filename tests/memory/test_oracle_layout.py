@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import shared_path
 
 from kvplan.memory.kvlayout import KVGroup, kv_layout
 from kvplan.spec.engine import EngineSettings, resolve
 from kvplan.spec.model import Layer, LayerKind, ModelSpec, StateShape
+from tests.conftest import shared_path
 
 K = LayerKind
 
