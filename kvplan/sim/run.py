@@ -118,6 +118,8 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
     c = count[0]
     c.free = rules.num_blocks - 1
     c.spare = rules.max_num_seqs
+    if n:
+        c.now = np.floor(trace.arrival_s[0])  # a lead-in without requests is not part of the run
     c.next_expiry = np.inf
     c.last_delivery = -1.0
     longest = int(max(stop.max() if n else 1, reserve.max() if n else 1))

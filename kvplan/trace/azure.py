@@ -13,6 +13,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\
 
 def add_row(columns: Columns, place: Place, row: dict[str, str]) -> None:
     """Check one row (cells as text) and add its request. Raises InputError naming line and field."""
+    columns.dated = True
     context = _number(place, "ContextTokens", row, low=1)
     columns.add(place.line, _time_s(place, row.get("TIMESTAMP", "")), context, _number(place, "GeneratedTokens", row))
 

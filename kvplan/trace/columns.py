@@ -65,6 +65,7 @@ class Columns:
     """One list a column; `trace` turns them into arrays."""
 
     file: str
+    dated: bool = False  # times count from a date: shift them to the first arrival
     lines: list[int] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     arrival_s: list[float] = field(default_factory=list)
@@ -132,7 +133,8 @@ class Columns:
                 order = np.argsort(arrival, kind="stable")
                 first = int(np.flatnonzero(np.diff(arrival) < 0)[0]) + 1
                 notes.append(f"times go back (first at line {self.lines[first]}): sorted, ties in file order")
-            arrival = arrival - arrival.min()
+            if self.dated or arrival.min() > MAX_SPAN_S:
+                arrival = arrival - arrival.min()
             late = int(np.argmax(arrival > MAX_SPAN_S))
             if arrival[late] > MAX_SPAN_S:
                 days = arrival[late] / 86400

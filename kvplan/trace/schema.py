@@ -27,7 +27,10 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in file order, one row each (n rows). Times are seconds from the first arrival.
+    """Requests in order of arrival, one row each (n rows). Times are seconds.
+
+    A format with a zero of its own (native, Mooncake) keeps it, so that step = timestamp / 1000 on the step
+    clock; formats with dates count from the first arrival.
 
     Content: request i's prompt is the concatenation of segments
     ``segment_offsets[i] .. segment_offsets[i+1]``, each (stream, start, length): two tokens are equal

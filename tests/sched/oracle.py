@@ -1,0 +1,119 @@
+"""The records of vLLM 0.32's own scheduler: load one, and replay its trace through the compiled core."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from kvplan.sched.core import Rules
+from kvplan.sim.run import Run, simulate, steps_clock
+from kvplan.sim.tables import decision_columns
+from kvplan.trace.readers import read_trace
+from kvplan.trace.schema import Trace
+from tests.conftest import shared_path
+
+# Record column: ours, where they differ.
+RENAMED = {
+    "pc_queries": "cache_query_tokens",
+    "pc_hits": "cache_hit_tokens",
+    "pc_preempt_queries": "preempt_cache_query_tokens",
+    "pc_preempt_hits": "preempt_cache_hit_tokens",
+}
+SETS = ("new", "resumed", "preempted", "finished", "first_token")  # compared as sets
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str
+    meta: dict[str, Any]
+    steps: dict[str, list[Any]]
+
+    @property
+    def rules(self) -> Rules:
+        s = self.meta["settings"]
+        return Rules(
+            num_blocks=s["num_gpu_blocks"],
+            block_size=s["block_size"],
+            max_num_seqs=s["max_num_seqs"],
+            max_num_batched_tokens=s["max_num_batched_tokens"],
+            max_model_len=s["max_model_len"],
+            chunked_prefill=s["enable_chunked_prefill"],
+            long_prefill_token_threshold=s["long_prefill_token_threshold"],
+            lone_request_exempt=True,
+            prefix_caching=s["enable_prefix_caching"],
+            priority=s["policy"] == "priority",
+            watermark_blocks=self.meta["watermark_blocks"],
+            reserve_full_isl=s["scheduler_reserve_full_isl"],
+            unhashed_to_front=True,
+            shift_by_position=True,
+            asynchronous=s["async_scheduling"],
+            max_concurrency=0,
+            record=True,
+        )
+
+
+def record_names(*sets: str) -> list[str]:
+    """Names of the records whose set letter is among ``sets``."""
+    folder = shared_path("oracle", "records")
+    names = (path.name.removesuffix(".meta.json") for path in folder.glob("*.meta.json"))
+    return sorted(name for name in names if name[0] in sets)
+
+
+def load(name: str) -> Record:
+    folder = shared_path("oracle", "records")
+    meta = json.loads((folder / f"{name}.meta.json").read_text())
+    return Record(name, meta, pq.read_table(folder / f"{name}.steps.parquet").to_pydict())
+
+
+def native_trace(source: Path, target: Path, block_size: int = 512) -> Path:
+    """The record's trace in our own format: step = timestamp / 1000 (TRACE_FORMATS.md)."""
+    keys = {"id": "id", "input_length": "input_length", "output_length": "output_length", "priority": "priority",
+            "segments": "segments", "hash_ids": "hash_ids", "output_seed": "output_stream",
+            "cache_salt": "tenant"}  # fmt: skip
+    with source.open() as lines, target.open("w") as out:
+        for line in lines:
+            row = json.loads(line)
+            native = {ours: row[theirs] for theirs, ours in keys.items() if row.get(theirs) is not None}
+            native["timestamp"] = 1000 * row["arrival_step"]
+            if "hash_ids" in native:
+                native["block_size"] = block_size
+            out.write(json.dumps(native) + "\n")
+    return target
+
+
+def replay(record: Record, folder: Path) -> tuple[Trace, Run]:
+    name = record.meta["trace"]
+    size = record.meta["settings"].get("hash_id_block", 512)
+    path = native_trace(shared_path("oracle", "traces", name), folder / name, size)
+    trace = read_trace(str(path))
+    return trace, simulate(trace, record.rules, steps_clock())
+
+
+def differences(record: Record, run: Run) -> list[str]:
+    """The first difference in each column; empty when every step is the same."""
+    ours = decision_columns(run)
+    found = []
+    steps = len(record.steps["step"])
+    if len(run.decisions) != steps:
+        found.append(f"{len(run.decisions)} steps, recorded {steps}")
+    for column, theirs in record.steps.items():
+        if column == "alloc_block_ids" and not record.meta["settings"]["record_blocks"]:
+            continue
+        mine = ours[RENAMED.get(column, column)]
+        if isinstance(mine, tuple):
+            offsets, values = mine
+            values = values.tolist()
+            rows: list[Any] = [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        else:
+            rows = mine.tolist()
+        for k, (a, b) in enumerate(zip(rows, theirs, strict=False)):
+            if isinstance(a, list):
+                b = sorted(b or []) if column in SETS else list(b or [])
+            if a != b:
+                found.append(f"step {record.steps['step'][k]}, {column}: {a}, recorded {b}")
+                break
+    return found
