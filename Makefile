@@ -20,7 +20,7 @@ help:  ## List these targets
 
 demo: $(READY)  ## Set up, then an estimate, a simulation and a small bench; Parquet in out/
 	$(BIN)/kvplan estimate llama-3.3-70b-fp8 --gpu h100 -tp 2 --max-model-len 32768 -o out/estimate.parquet
-	$(BIN)/kvplan simulate $(DEMO_TRACE) --model qwen3-32b --gpu h100 --block-size 16 -o out/simulate
+	$(BIN)/kvplan simulate $(DEMO_TRACE) --model qwen3-14b --gpu h100 --block-size 16 -o out/simulate
 	$(BIN)/kvplan bench --block-size 16 --block-size 64 --preset quick -o out/bench
 
 test: $(READY)  ## Set up and run all tests (ARGS="-k name" for some)

@@ -34,7 +34,7 @@ Plan and measure LLM serving with a paged KV cache.
 
 Examples
   kvplan estimate llama-3.3-70b-fp8 --gpu h100 -tp 2
-  kvplan simulate trace.jsonl --model qwen3-32b --gpu h100 --block-size 16
+  kvplan simulate trace.jsonl --model qwen3-14b --gpu h100 --block-size 16
   kvplan bench --block-size 16 --block-size 64
 
 Options  --version  --install-completion  -h, --help
