@@ -39,13 +39,11 @@ def sweep_view(rows: Sequence[Row], term: Terminal) -> list[str]:
     body = [_cells(row, has_mix) for row in rows]
     lengths = {e.engine.max_model_len for _, e, _ in rows if e is not None}
     of_length = f" (of {count(lengths.pop())})" if len(lengths) == 1 else " (of max_model_len)"
-    return [
-        _verdict(rows, term),
-        "",
-        render.table(columns, body, term),
-        "",
-        f"GiB are per GPU; tokens and requests{of_length} are the engine's, all replicas together.",
-    ]
+    replicas = any(e is not None and e.engine.settings.data_parallel_size > 1 for _, e, _ in rows)
+    units = f"GiB are per GPU; tokens and requests{of_length} are the engine's."
+    if replicas:
+        units += " All replicas together."
+    return [*_verdict(rows, term), "", render.table(columns, body, term), "", units]
 
 
 def tokens(e: Estimate) -> int:
@@ -58,18 +56,21 @@ def tokens_per_gpu(e: Estimate) -> int:
     return tokens(e) // e.engine.ranks
 
 
-def _verdict(rows: Sequence[Row], term: Terminal) -> str:
+def _verdict(rows: Sequence[Row], term: Terminal) -> list[str]:
     fitting = [(values, e) for values, e, _ in rows if e is not None and e.verdict.fits]
     word = f"{len(fitting)} of {len(rows)} fit"
     if not fitting:
-        return render.verdict(word, "nothing here starts", False, term)
+        return [render.verdict(word, "nothing here starts", False, term)]
     fewest = min(fitting, key=lambda row: (row[1].engine.ranks, -row[1].kv_cache_tokens))
     most = max(fitting, key=lambda row: tokens_per_gpu(row[1]))
     parts = []
     if len({e.engine.ranks for _, e in fitting}) > 1:
         parts.append(f"fewest GPUs: {_in_words(fewest[0])}")
     parts.append(f"most KV tokens per GPU: {_in_words(most[0])}")
-    return render.verdict(word, "; ".join(parts), True, term)
+    whole = "; ".join(parts)
+    if len(word) + 2 + len(whole) <= term.width:
+        return [render.verdict(word, whole, True, term)]
+    return [render.verdict(word, parts[0], True, term), *parts[1:]]
 
 
 def _in_words(values: Mapping[str, Any]) -> str:

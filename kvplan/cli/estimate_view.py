@@ -40,8 +40,9 @@ def verdict_line(e: Estimate, term: Terminal) -> str:
         if e.workload is not None:
             figure += f", about {count(e.workload.concurrency)} at {_of_source(e)}"
     else:
-        exact = max(1, e.layout.exact_bytes(length))
-        figure += f" as vLLM admits them; their bytes allow {fixed(e.available_kv_bytes / exact)}"
+        allowed = fixed(e.available_kv_bytes / max(1, e.layout.exact_bytes(length)))
+        their = "their " if len(figure) + len(allowed) < 45 else ""  # first lines fit 80 columns
+        figure += f" as vLLM admits them; {their}bytes allow {allowed}"
     return render.verdict("fits", figure, True, term)
 
 
@@ -85,8 +86,8 @@ def layers_in_words(e: Estimate) -> str:
 
 def fits_view(e: Estimate, term: Terminal) -> list[str]:
     """Blocks of text below the verdict of a set-up that starts."""
-    blocks = [f"{subject(e)}, per GPU:"] if e.layout.is_uniform else [f"{subject(e)}; {layers_in_words(e)}"]
-    blocks.append("")
+    asked = f"{subject(e)}, per GPU:" if e.layout.is_uniform else f"{subject(e)}; {layers_in_words(e)}"
+    blocks = [render.wrap(asked, term.width + 1), ""]
     if e.budget is not None and e.layout.is_uniform:
         blocks += [*_budget_table(e, term), ""]
     elif e.budget is not None:
@@ -342,7 +343,7 @@ def _levers(e: Estimate, term: Terminal) -> list[str]:
 
 def refused_view(e: Estimate, enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> list[str]:
     """Blocks of text below the verdict of a set-up that does not start."""
-    blocks = [f"{subject(e)}, GiB per GPU:", ""]
+    blocks = [render.wrap(f"{subject(e)}, GiB per GPU:", term.width + 1), ""]
     blocks.append(_need_table(e, term))
     blocks.append("")
     if not enough and not short:
