@@ -41,7 +41,7 @@ def verdict_line(e: Estimate, term: Terminal) -> str:
             figure += f", about {count(e.workload.concurrency)} at {_of_source(e)}"
     else:
         allowed = fixed(e.available_kv_bytes / max(1, e.layout.exact_bytes(length)))
-        their = "their " if len(figure) + len(allowed) < 45 else ""  # first lines fit 80 columns
+        their = "their " if len(figure) + len(allowed) <= 34 else ""  # first lines fit 80 columns
         figure += f" as vLLM admits them; {their}bytes allow {allowed}"
     return render.verdict("fits", figure, True, term)
 
