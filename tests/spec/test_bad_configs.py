@@ -93,6 +93,10 @@ def test_not_a_model_config(config: Any) -> None:
     refusal(config)
 
 
+def deci_blocks(group: Any, factor: Any) -> dict[str, Any]:
+    return {"block_configs": [{"attention": {"n_heads_in_group": group}, "ffn": {"ffn_mult": factor}}] * 80}
+
+
 DECI = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
 # What each family cannot do without: taking it away must be refused, never filled by the dense formula.
 NEEDED: list[tuple[str, str]] = [
@@ -132,8 +136,8 @@ def test_missing_field_is_refused_by_name(model: str, field: str) -> None:
         ("nvidia/Nemotron-H-8B-Base-8K", {"hybrid_override_pattern": "M-X*"}, "'X'"),
         ("nvidia/Nemotron-H-8B-Base-8K", {"hybrid_override_pattern": "M-M*"}, "has 4 blocks"),
         (DECI, {"block_configs": [{}] * 80}, "block_configs[0].attention"),
-        (DECI, {"block_configs": [{"attention": {"n_heads_in_group": 7}, "ffn": {"ffn_mult": 1}}] * 80}, "is 7"),
-        (DECI, {"block_configs": [{"attention": {"n_heads_in_group": 8}, "ffn": {"ffn_mult": "x"}}] * 80}, "ffn_mult"),
+        (DECI, deci_blocks(7, 1), "n_heads_in_group is 7"),
+        (DECI, deci_blocks(8, "x"), "ffn_mult is 'x'"),
         ("google/gemma-4-E2B-it", {"num_kv_shared_layers": 99}, "num_kv_shared_layers is 99 of 35"),
         ("moonshotai/Kimi-K3", {"linear_attn_config": {"full_attn_layers": [1]}}, "linear_attn_config needs"),
         ("MiniMaxAI/MiniMax-M3", {"sparse_attention_config": {"sparse_attention_freq": [1]}}, "does not fit"),
