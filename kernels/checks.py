@@ -80,3 +80,22 @@ def _any_bad(block_table: Any, seq_lens: Any, num_blocks: int, block_size: int) 
     columns = torch.arange(block_table.shape[1], device=block_table.device)
     outside = (seq_lens < 0) | (seq_lens > block_table.shape[1] * block_size)
     return outside.any() | _bad_entries(columns, block_table, seq_lens, num_blocks, block_size).any()
+
+
+def check_query_start(query_start: Any, seq_lens: Any, tokens: int, longest: int) -> None:
+    """Raise IndexError unless chunks fill 0 .. tokens in order and fit their sequences and ``longest``."""
+    starts, lens = (
+        array if isinstance(array, np.ndarray) else array.cpu().numpy() for array in (query_start, seq_lens)
+    )
+    counts = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != tokens or (counts < 0).any():
+        raise IndexError(
+            f"query_start must rise from 0 to {tokens} (the tokens of q), found {starts.tolist()[:8]}"
+        )
+    bad = (counts > lens) | (counts > longest)
+    if bad.any():
+        row = int(bad.argmax())
+        raise IndexError(
+            f"row {row} has {counts[row]} new tokens, more than its length "
+            f"{lens[row]} or max_query_len {longest}"
+        )

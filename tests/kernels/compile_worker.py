@@ -24,8 +24,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import kvplan.kernels.attend
+import kvplan.kernels.cache_ops
 import kvplan.kernels.decode
+import kvplan.kernels.prefill
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -154,23 +155,48 @@ def traits_of(arch: int) -> Callable[[Any], tuple[int, tuple[int, int] | None]]:
     return lambda _tensor: TRAITS[arch]
 
 
-def decode_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    """A decode launch by dtype, kv_dtype, group, dim, block_size, splits, window, soft_cap, sinks, config."""
-    module = kvplan.kernels.decode
+def tensors(request: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """q, a cache, a block table and lengths of the shapes and types that a request asks for."""
     group, dim, kv_heads = request.get("group", 4), request.get("dim", 128), request.get("kv_heads", 8)
     dtype = getattr(torch, request["dtype"])
     kv_dtype = getattr(torch, request.get("kv_dtype", request["dtype"]))
     cache = torch.zeros((4, request["block_size"], kv_heads, dim)).to(kv_dtype)
     q = torch.zeros((2, kv_heads * group, dim), dtype=dtype)
-    table, lens = torch.zeros((2, 16), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    return q, cache, torch.zeros((2, 16), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+
+
+def decode_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """A decode launch by dtype, kv_dtype, group, dim, block_size, splits, window, soft_cap, sinks, config."""
+    module = kvplan.kernels.decode
+    q, cache, table, lens = tensors(request)
     config = module.DecodeConfig(**request["config"]) if "config" in request else None
-    sinks = torch.zeros(kv_heads * group) if request.get("sinks") else None
+    sinks = torch.zeros(q.shape[1]) if request.get("sinks") else None
     options = {"num_splits": request.get("splits", 8), "config": config, "sinks": sinks}
     options |= {key: request[key] for key in ("window", "soft_cap") if key in request}
     return module, lambda: module.paged_decode(q, cache, cache, table, lens, **options)
 
 
-CALLS = {"decode": decode_call}
+def prefill_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """A prefill launch by dtype, kv_dtype, group, dim, block_size, window, soft_cap, config."""
+    module = kvplan.kernels.prefill
+    q, cache, table, lens = tensors(request)
+    start = torch.tensor([0, 1, 2], dtype=torch.int32)
+    config = module.PrefillConfig(**request["config"]) if "config" in request else None
+    options = {key: request[key] for key in ("window", "soft_cap") if key in request}
+    return module, lambda: module.paged_prefill(
+        q, cache, cache, table, lens, start, config=config, check=False, **options
+    )
+
+
+def write_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """A launch that writes tokens by dtype, kv_dtype, dim, block_size."""
+    module = kvplan.kernels.cache_ops
+    q, cache, _table, _lens = tensors(request | {"group": 1})
+    module.interpreting = lambda: True  # take the kernel, not torch, on these CPU tensors
+    return module, lambda: module.write_kv(q, q, cache, cache.clone(), torch.zeros(2, dtype=torch.int64))
+
+
+CALLS = {"decode": decode_call, "prefill": prefill_call, "write": write_call}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
