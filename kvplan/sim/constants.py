@@ -119,9 +119,15 @@ class Kernels:
 
     def moe(self, dtype: str) -> MoeFit:
         """Constants of expert GEMMs over all shapes; other GPUs' where this one has none."""
-        row = self.table.get("moe", {}).get(dtype) or _nearest("moe", dtype) or _nearest("moe", "bf16")
+        row = self.table.get("moe", {}).get(self._moe_dtype(dtype)) or _nearest("moe", dtype)
+        row = row or _nearest("moe", "bf16")
         assert row is not None  # bf16 is in the constants file
         return MoeFit(row["e_w"], row["e_f"], row["c_us"] * 1e-6, row["p"], row["e_act"], row["error"])
+
+    def _moe_dtype(self, dtype: str) -> str:
+        """Per-tensor fp8 experts on Hopper were timed with a kernel at a fifth of the bandwidth that no engine
+        picks by default: the block-scaled ones stand for them."""
+        return "fp8_block" if dtype == "fp8" and self.key in ("h100_sxm", "h200_sxm") else dtype
 
     def moe_curve(self, dtype: str, shape: tuple[int, int, int, int], tp: int, ep: int) -> MoeCurve | None:
         """Measured times of experts of this very shape (hidden, inner, top-k, experts) and split, or None."""
@@ -129,7 +135,7 @@ class Kernels:
             return None
         data = load("expert_curves.json")
         name = "x".join(map(str, shape))
-        us = data["gpus"].get(self.key, {}).get(dtype, {}).get(name, {}).get(f"{tp},{ep}")
+        us = data["gpus"].get(self.key, {}).get(self._moe_dtype(dtype), {}).get(name, {}).get(f"{tp},{ep}")
         if us is None:
             return None
         tokens = tuple(float(t) for t in data["tokens"])
