@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from kvplan.spec.architectures import Architecture
 from kvplan.spec.fields import Fields
-from kvplan.spec.layouts import mamba1_inner, nemotron_blocks
+from kvplan.spec.layouts import nemotron_blocks
+from kvplan.spec.mixers import attention, latent_attention, linear, mamba2, says, state_mixer, vector
 from kvplan.spec.model import Layer, LayerKind, MoE
 from kvplan.spec.tensor import Split, Tensor
 
@@ -35,20 +36,6 @@ def tensors(
     return (*inside, *outside, *_mtp(fields, arch, layers, moe))
 
 
-def _vector(part: str, name: str, size: int, split: Split = Split.NONE) -> Tensor:
-    return Tensor(part, name, size, split=split)
-
-
-def _linear(part: str, name: str, out: int, in_: int, split: Split, bias: bool = False) -> Iterator[Tensor]:
-    yield Tensor(part, name, out, in_, split, quantised=True)
-    if bias:
-        yield _vector(part, name + ".bias", out, Split.OUT if split is Split.OUT else Split.NONE)
-
-
-def _says(fields: Fields, said: bool | str) -> bool:
-    return fields.flag(said) if isinstance(said, str) else said
-
-
 # ---- one layer --------------------------------------------------------------------------------------
 
 
@@ -58,143 +45,24 @@ def _layer(fields: Fields, arch: Architecture, layer: Layer, moe: MoE | None, i:
         yield from _nemotron_block(fields, arch, layer, moe, nemotron_blocks(fields)[i])
         return
     if layer.kind in ATTENTION:
-        yield from _attention(fields, arch, layer)
+        yield from attention(fields, arch, layer)
         if layer.index_dim:  # sparse attention over K and V (MiniMax-M3)
-            yield from _linear(
+            yield from linear(
                 "attention_replicated", "self_attn.indexer", layer.index_dim, hidden, Split.NONE
             )
     elif layer.kind is LayerKind.MLA:
-        yield from _latent_attention(fields, layer)
+        yield from latent_attention(fields, layer)
     elif layer.kind is LayerKind.STATE:
-        yield from _state(fields, arch, layer)
+        yield from state_mixer(fields, arch, layer)
     norms = arch.norms
     if arch.layout == "falcon":
         norms = 2 if fields.flag("new_decoder_architecture") else 1
     if arch.layout == "deci":
         norms = (layer.kind is not LayerKind.NONE) + (_dense_width(fields, arch, i) > 0)
-    yield _vector("norms", "norms", norms * hidden * (2 if arch.norm_bias else 1))
+    yield vector("norms", "norms", norms * hidden * (2 if arch.norm_bias else 1))
     yield from _feed_forward(fields, arch, moe, i)
     if arch.layout == "gemma4":
         yield from _gemma_extras(fields, arch, moe)
-
-
-def _attention(fields: Fields, arch: Architecture, layer: Layer) -> Iterator[Tensor]:
-    hidden = fields.int("hidden_size")
-    q = layer.heads * layer.head_dim * (2 if arch.output_gate else 1)
-    # Gemma 4's full layers use K as V and store no v_proj; the engine makes the copy all the same.
-    same_kv = (
-        fields.flag("attention_k_eq_v") and layer.kind is LayerKind.FULL and fields.has("global_head_dim")
-    )
-    kv = layer.kv_heads * (layer.head_dim + layer.v_head_dim)
-    stored = layer.kv_heads * layer.head_dim if same_kv else kv
-    qkv = Tensor("attention", "self_attn.qkv_proj", q + stored, hidden, Split.OUT, kv_heads=layer.kv_heads,
-                 kv_out=stored, quantised=True)  # fmt: skip
-    yield qkv
-    if same_kv:
-        yield Tensor("attention", "self_attn.v_copy", kv - stored, hidden, Split.OUT, kv_heads=layer.kv_heads,
-                     kv_out=kv - stored, quantised=True, engine_only=True)  # fmt: skip
-    if _says(fields, arch.qkv_bias):
-        yield replace(qkv, name="self_attn.qkv_proj.bias", in_=1, quantised=False)
-    yield from _linear("attention", "self_attn.o_proj", hidden, layer.heads * layer.v_head_dim, Split.IN,
-                       _says(fields, arch.o_bias))  # fmt: skip
-    if arch.qk_norm and (not arch.qk_norm_key or fields.flag(arch.qk_norm_key)):
-        per_head = {"head": 2, "gemma4": 2, "heads": layer.heads + layer.kv_heads}
-        if arch.qk_norm == "all":
-            size = (layer.heads + layer.kv_heads) * layer.head_dim
-        else:
-            size = per_head[arch.qk_norm] * layer.head_dim
-        yield _vector("attention", "self_attn.qk_norm", size)
-    if fields.text("model_type") == "gpt_oss":
-        yield _vector("attention", "self_attn.sinks", layer.heads)
-
-
-def _latent_attention(fields: Fields, layer: Layer) -> Iterator[Tensor]:
-    hidden, heads, latent = fields.int("hidden_size"), layer.heads, layer.latent_dim
-    nope = layer.head_dim - layer.rope_dim
-    q_rank = fields.optional_int("q_lora_rank")
-    q_in = q_rank or hidden
-    if q_rank:
-        yield from _linear("attention_replicated", "self_attn.q_a_proj", q_rank, hidden, Split.NONE)
-        yield _vector("attention_replicated", "self_attn.q_a_layernorm", q_rank)
-    yield from _linear("attention", "self_attn.q_b_proj", heads * layer.head_dim, q_in, Split.OUT)
-    yield from _linear(
-        "attention_replicated", "self_attn.kv_a_proj", latent + layer.rope_dim, hidden, Split.NONE
-    )
-    yield _vector("attention_replicated", "self_attn.kv_a_layernorm", latent)
-    yield from _linear(
-        "attention", "self_attn.kv_b_proj", heads * (nope + layer.v_head_dim), latent, Split.OUT
-    )
-    yield from _linear("attention", "self_attn.o_proj", hidden, heads * layer.v_head_dim, Split.IN)
-    # The absorbed forms that decode multiplies with, kept beside kv_b in 16 bit.
-    yield Tensor("attention", "absorbed kv_b", heads * (nope + layer.v_head_dim), latent, Split.OUT,
-                 engine_only=True)  # fmt: skip
-    if layer.index_dim:
-        index_heads = fields.int("index_n_heads")
-        yield from _linear("attention_replicated", "self_attn.indexer.wq_b", index_heads * layer.index_dim,
-                           q_in, Split.NONE)  # fmt: skip
-        yield from _linear(
-            "attention_replicated", "self_attn.indexer.wk", layer.index_dim, hidden, Split.NONE
-        )
-        yield _vector("attention_replicated", "self_attn.indexer.k_norm", 2 * layer.index_dim)
-        yield Tensor("attention_replicated", "self_attn.indexer.weights_proj", index_heads, hidden)
-
-
-def _state(fields: Fields, arch: Architecture, layer: Layer) -> Iterator[Tensor]:
-    hidden = fields.int("hidden_size")
-    if arch.layout == "minimax_m1":
-        width = layer.heads * layer.head_dim
-        yield from _linear("state", "self_attn.qkv_proj", 3 * width, hidden, Split.OUT)
-        yield from _linear("state", "self_attn.output_gate", width, hidden, Split.OUT)
-        yield from _linear("state", "self_attn.out_proj", hidden, width, Split.IN)
-        yield _vector("state", "self_attn.norm", width, Split.OUT)
-    elif arch.layout == "kimi_linear":
-        width = layer.heads * layer.head_dim
-        yield from _linear("state", "self_attn.qkv_proj", 3 * width, hidden, Split.OUT)
-        yield from _linear("state", "self_attn.gates", 2 * width, hidden, Split.OUT)
-        yield from _linear("state", "self_attn.o_proj", hidden, width, Split.IN)
-    elif fields.has("linear_num_value_heads"):
-        yield from _gated_delta(fields, hidden)
-    elif arch.layout in ("mamba", "jamba"):
-        yield from _mamba1(fields, hidden, norms=arch.layout == "jamba")
-    else:
-        yield from _mamba2(fields, hidden)
-
-
-def _gated_delta(fields: Fields, hidden: int) -> Iterator[Tensor]:
-    heads, dim = fields.int("linear_num_value_heads"), fields.int("linear_value_head_dim")
-    key = fields.int("linear_num_key_heads") * fields.int("linear_key_head_dim")
-    value = heads * dim
-    yield from _linear("state", "linear_attn.in_proj_qkvz", 2 * key + 2 * value, hidden, Split.OUT)
-    yield Tensor("state", "linear_attn.in_proj_ba", 2 * heads, hidden, Split.OUT)
-    kernel = fields.int("linear_conv_kernel_dim")
-    yield Tensor("state", "linear_attn.conv1d", 2 * key + value, kernel, Split.OUT)
-    yield _vector("state", "linear_attn.A_log, dt_bias", 2 * heads, Split.OUT)
-    yield _vector("state", "linear_attn.norm", dim)
-    yield from _linear("state", "linear_attn.out_proj", hidden, value, Split.IN)
-
-
-def _mamba2(fields: Fields, hidden: int) -> Iterator[Tensor]:
-    heads, groups = fields.int("mamba_num_heads"), fields.int("mamba_groups")
-    inner = heads * fields.int("mamba_head_dim")
-    conv = inner + 2 * groups * fields.int("mamba_state_size")
-    yield from _linear("state", "mamba.in_proj", inner + conv + heads, hidden, Split.OUT)
-    yield Tensor("state", "mamba.conv1d", conv, fields.int("mamba_conv_kernel") + 1, Split.OUT)  # with bias
-    yield _vector("state", "mamba.A, D, dt_bias", 3 * heads, Split.OUT)
-    yield _vector("state", "mamba.norm", inner, Split.OUT)
-    yield from _linear("state", "mamba.out_proj", hidden, inner, Split.IN)
-
-
-def _mamba1(fields: Fields, hidden: int, norms: bool) -> Iterator[Tensor]:
-    inner, size = mamba1_inner(fields), fields.int("mamba_state_size")
-    rank = fields.int("mamba_dt_rank", -(-hidden // 16))
-    yield from _linear("state", "mamba.in_proj", 2 * inner, hidden, Split.OUT)
-    yield Tensor("state", "mamba.conv1d", inner, fields.int("mamba_conv_kernel") + 1, Split.OUT)
-    yield from _linear("state", "mamba.x_proj", rank + 2 * size, inner, Split.IN)
-    yield from _linear("state", "mamba.dt_proj", inner, rank, Split.OUT, bias=True)
-    yield Tensor("state", "mamba.A, D", inner, size + 1, Split.OUT)
-    yield from _linear("state", "mamba.out_proj", hidden, inner, Split.IN)
-    if norms:
-        yield _vector("state", "mamba.norms", rank + 2 * size)
 
 
 # ---- feed-forward -----------------------------------------------------------------------------------
@@ -214,11 +82,11 @@ def _feed_forward(fields: Fields, arch: Architecture, moe: MoE | None, i: int) -
 def _mlp(arch: Architecture, fields: Fields, name: str, width: int, hidden: int) -> Iterator[Tensor]:
     if not width:
         return
-    bias = _says(fields, arch.mlp_bias)
-    yield from _linear(
+    bias = says(fields, arch.mlp_bias)
+    yield from linear(
         "mlp", f"{name}.gate_up_proj", width * (2 if arch.gated else 1), hidden, Split.OUT, bias
     )
-    yield from _linear("mlp", f"{name}.down_proj", hidden, width, Split.IN, bias)
+    yield from linear("mlp", f"{name}.down_proj", hidden, width, Split.IN, bias)
 
 
 def _experts(fields: Fields, arch: Architecture, moe: MoE, hidden: int, latent: int = 0) -> Iterator[Tensor]:
@@ -227,7 +95,7 @@ def _experts(fields: Fields, arch: Architecture, moe: MoE, hidden: int, latent: 
     bias = arch.mlp_bias is True  # gpt-oss: every expert matrix and the router have one
     yield Tensor("router", "mlp.router", moe.experts, hidden)
     if arch.router_bias or bias:
-        yield _vector("router", "mlp.router.bias", moe.experts)
+        yield vector("router", "mlp.router.bias", moe.experts)
     w13 = Tensor("experts", "mlp.experts.gate_up_proj", gates * moe.intermediate_size, inside,
                  Split.EXPERT_OUT, moe.experts, gates, quantised=True)  # fmt: skip
     w2 = replace(
@@ -244,10 +112,10 @@ def _experts(fields: Fields, arch: Architecture, moe: MoE, hidden: int, latent: 
         yield replace(w13, name="mlp.experts.gate_up_proj_bias", in_=1, quantised=False)
         yield replace(w2, name="mlp.experts.down_proj_bias", in_=1, quantised=False)
     if latent:
-        yield from _linear("mlp", "mlp.latent_proj", 2 * latent, hidden, Split.NONE)
+        yield from linear("mlp", "mlp.latent_proj", 2 * latent, hidden, Split.NONE)
     yield from _mlp(arch, fields, "mlp.shared_experts", moe.shared_intermediate_size, hidden)
     if arch.shared_gate and moe.shared_intermediate_size:
-        yield _vector("router", "mlp.shared_expert_gate", hidden)
+        yield vector("router", "mlp.shared_expert_gate", hidden)
 
 
 def is_moe_layer(fields: Fields, arch: Architecture, i: int) -> bool:
@@ -297,11 +165,11 @@ def _nemotron_block(
     fields: Fields, arch: Architecture, layer: Layer, moe: MoE | None, kind: str
 ) -> Iterator[Tensor]:
     hidden = fields.int("hidden_size")
-    yield _vector("norms", "norms", hidden)
+    yield vector("norms", "norms", hidden)
     if kind == "mamba":
-        yield from _mamba2(fields, hidden)
+        yield from mamba2(fields, hidden)
     elif kind == "attention":
-        yield from _attention(fields, arch, layer)
+        yield from attention(fields, arch, layer)
     elif kind == "moe":
         if moe is None:
             raise fields.missing("num_experts")
@@ -313,15 +181,15 @@ def _nemotron_block(
 def _gemma_extras(fields: Fields, arch: Architecture, moe: MoE | None) -> Iterator[Tensor]:
     """Per-layer embeddings of Gemma 3n and 4, and the small tensors around them."""
     hidden, per_layer = fields.int("hidden_size"), fields.optional_int("hidden_size_per_layer_input")
-    yield _vector("other", "layer_scalar", 1)
+    yield vector("other", "layer_scalar", 1)
     if per_layer:
-        yield from _linear("other", "per_layer_input_gate", 2 * per_layer, hidden, Split.NONE)
-        yield _vector("norms", "post_per_layer_input_norm", hidden)
+        yield from linear("other", "per_layer_input_gate", 2 * per_layer, hidden, Split.NONE)
+        yield vector("norms", "post_per_layer_input_norm", hidden)
     if moe is not None:
-        yield _vector("router", "router.scale, expert norms", 4 * hidden + moe.experts)
+        yield vector("router", "router.scale, expert norms", 4 * hidden + moe.experts)
     if arch.qk_norm == "head":  # Gemma 3n: LAuReL of rank 64, AltUp over 4 streams
         yield Tensor("other", "laurel", 2 * 64, hidden)
-        yield _vector("other", "altup", 7 * hidden + 80)
+        yield vector("other", "altup", 7 * hidden + 80)
 
 
 def _encoder(fields: Fields, arch: Architecture) -> Iterator[Tensor]:
@@ -359,14 +227,14 @@ def _outside(fields: Fields, arch: Architecture, tied: bool) -> Iterator[Tensor]
     if arch.layout == "decoder":
         yield from _encoder(fields, arch)
     if arch.head_bias:
-        yield _vector("lm_head", "lm_head.bias", vocab, Split.VOCAB)
+        yield vector("lm_head", "lm_head.bias", vocab, Split.VOCAB)
     if arch.position_rows_extra >= 0:
         rows = fields.int("max_position_embeddings") + arch.position_rows_extra
         yield replace(Tensor("embedding", "embed_positions", rows, hidden), stage="first")
     if arch.embedding_norm:
-        yield replace(_vector("norms", "embedding_norm", 2 * hidden), stage="first")
+        yield replace(vector("norms", "embedding_norm", 2 * hidden), stage="first")
     if arch.final_norm:
-        yield replace(_vector("norms", "final_norm", hidden * (2 if arch.norm_bias else 1)), stage="last")
+        yield replace(vector("norms", "final_norm", hidden * (2 if arch.norm_bias else 1)), stage="last")
     per_layer, count = fields.optional_int("hidden_size_per_layer_input"), fields.int("num_hidden_layers")
     if per_layer:
         rows = fields.int("vocab_size_per_layer_input", min(vocab, 262144))
@@ -374,7 +242,7 @@ def _outside(fields: Fields, arch: Architecture, tied: bool) -> Iterator[Tensor]
             "embedding", "embed_tokens_per_layer", rows, count * per_layer, Split.VOCAB, stage="first"
         )
         yield Tensor("other", "per_layer_model_projection", count * per_layer, hidden, stage="first")
-        yield _vector("norms", "per_layer_projection_norm", per_layer)
+        yield vector("norms", "per_layer_projection_norm", per_layer)
         if arch.qk_norm == "head":
             yield Tensor("other", "altup_projections", 6 * hidden, hidden, stage="first")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -218,12 +217,19 @@ def _name_of(path: Path) -> str:
     return full.parent.name if full.name == "config.json" else full.stem
 
 
+def _close(name: str, known: list[str]) -> list[str]:
+    """Up to three of ``known`` that look like ``name``."""
+    import difflib  # only errors need it
+
+    return difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
+
+
 def _unknown(name: str) -> InputError:
     plain = plain_name(name)
     short, _ = base_name(plain)
     known = list(dict.fromkeys([*_base_names(), *_exact_names()]))
-    near = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
-    near += [each for each in difflib.get_close_matches(short, known, n=3, cutoff=0.6) if each not in near]
+    near = _close(plain, known)
+    near += [each for each in _close(short, known) if each not in near]
     query = re.split(r"[-.\d]", near[0] if near else plain)[0]
     hint = (
         f"  Nearest: {', '.join(near[:3])}. More: kvplan models {query}" if near else "  All: kvplan models"
@@ -285,8 +291,6 @@ def find_gpu(name: str) -> GPU:
     key = _gpu_key(name)
     if key in names:
         return names[key]
-    near = list(
-        dict.fromkeys(names[each].name for each in difflib.get_close_matches(key, names, n=4, cutoff=0.6))
-    )
+    near = list(dict.fromkeys(names[each].name for each in _close(key, list(names))))
     hint = f"  Nearest: {', '.join(near)}. More: kvplan gpus" if near else "  All names: kvplan gpus"
     raise InputError(f"--gpu {name!r} is not in the catalogue; or give --gpu-memory-gib.\n{hint}")
