@@ -125,8 +125,10 @@ class Kernels:
         return MoeFit(row["e_w"], row["e_f"], row["c_us"] * 1e-6, row["p"], row["e_act"], row["error"])
 
     def _moe_dtype(self, dtype: str) -> str:
-        """Per-tensor fp8 experts on Hopper were timed with a kernel at a fifth of the bandwidth that no engine
-        picks by default: the block-scaled ones stand for them."""
+        """Per-tensor fp8 experts on Hopper were timed with a kernel at a fifth of the bandwidth.
+
+        Engines do not pick it by default: the block-scaled ones stand for them.
+        """
         return "fp8_block" if dtype == "fp8" and self.key in ("h100_sxm", "h200_sxm") else dtype
 
     def moe_curve(self, dtype: str, shape: tuple[int, int, int, int], tp: int, ep: int) -> MoeCurve | None:
