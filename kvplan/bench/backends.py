@@ -124,6 +124,12 @@ def _triton(paged: Paged) -> Run:
     return run
 
 
+def _triton_refuses(shape: Shape, block_size: int) -> str | None:
+    if shape.kv_dtype == shape.dtype or shape.kv_dtype.startswith("float8"):
+        return None
+    return f"{SHORT_NAMES[shape.kv_dtype]} KV under {SHORT_NAMES[shape.dtype]} queries is not built"
+
+
 def _numba(paged: Paged) -> Run:
     import torch
 
@@ -174,6 +180,8 @@ def _gather_sdpa(paged: Paged) -> Run:
     """Copy the blocks of each row together, then PyTorch's attention: paging without a paged kernel."""
     import torch
 
+    from kvplan.bench.tensors import as_bytes
+
     tokens = paged.tokens
     width = -(-tokens.longest // paged.block_size)
     table = paged.readable_table()[:, :width].reshape(-1).long()
@@ -186,18 +194,15 @@ def _gather_sdpa(paged: Paged) -> Run:
     def run() -> Tensor:
         gathered = []
         for cache in (paged.k_cache, paged.v_cache):
-            rows = cache[table].view(tokens.shape.batch_size, -1, *cache.shape[2:])
+            rows = as_bytes(cache)[table].view(cache.dtype).to(compute)
+            rows = rows.view(tokens.shape.batch_size, -1, *cache.shape[2:])
             # NaN of unused slots must go: masked attention multiplies by zero.
             rows = rows.masked_fill(hidden, 0.0) if uneven else rows[:, : tokens.longest]
-            gathered.append(rows.transpose(1, 2).to(compute))
+            gathered.append(rows.transpose(1, 2))
         mask = valid[:, None, None, :] if uneven else None
         return attend_packed(paged.q, gathered[0], gathered[1], mask)
 
     return run
-
-
-def _plain_types_only(shape: Shape, block_size: int) -> str | None:
-    return "torch indexes no float8" if shape.kv_dtype.startswith("float8") else None
 
 
 # ---- peers ------------------------------------------------------------------------------------------
@@ -255,12 +260,12 @@ def _flashinfer_refuses(shape: Shape, block_size: int) -> str | None:
 
 
 for _backend in (
-    Backend("triton", "kernel", ("cuda",), _triton, module="triton"),
+    Backend("triton", "kernel", ("cuda",), _triton, _triton_refuses, module="triton"),
     Backend("numba", "kernel", ("cpu",), _numba, _numba_refuses, module="numba"),
     Backend("reference", "kernel", ("cpu", "cuda"), _reference),
     Backend("flashinfer", "peer", ("cuda",), _flashinfer, _flashinfer_refuses, module="flashinfer"),
     Backend("flash-attn", "peer", ("cuda",), _flash_attn, _flash_attn_refuses, module="flash_attn"),
     Backend("contiguous SDPA", "baseline", ("cpu", "cuda"), _contiguous_sdpa, layout="contiguous"),
-    Backend("gather + SDPA", "baseline", ("cpu", "cuda"), _gather_sdpa, _plain_types_only),
+    Backend("gather + SDPA", "baseline", ("cpu", "cuda"), _gather_sdpa),
 ):
     register(_backend)

@@ -48,7 +48,12 @@ def _draw_setup(ax: Any, setup: str, cells: Sequence[Mapping[str, Any]]) -> None
         if cell["role"] == "baseline":
             ax.axhline(share, linestyle="--", linewidth=1, color="0.5")
             ax.annotate(
-                cell["backend"], (1, share), xycoords=("axes fraction", "data"), fontsize=7, ha="right"
+                cell["backend"],
+                (0.99, share),
+                xycoords=("axes fraction", "data"),
+                fontsize=7,
+                ha="right",
+                va="bottom",
             )
         else:
             series.setdefault(cell["backend"], []).append((cell["block_size"], share))
@@ -57,7 +62,9 @@ def _draw_setup(ax: Any, setup: str, cells: Sequence[Mapping[str, Any]]) -> None
         ax.plot(xs, ys, marker=marker, label=name)
     if series:
         ax.set_xscale("log", base=2)
-        ax.legend(fontsize=8, loc="lower right")
+        swept = sorted({block for points in series.values() for block, _ in points})
+        ax.set_xticks(swept, [str(block) for block in swept])
+        ax.legend(fontsize=8, loc="center right")
     ax.set_ylim(bottom=0)
     ax.set_title(setup, fontsize=8)
     ax.set_xlabel("block size (tokens)")

@@ -78,7 +78,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _bits(values: Tensor) -> Tensor:
+def as_bytes(values: Tensor) -> Tensor:
     """One-byte types as plain bytes: torch indexes no float8."""
     return values.view(torch.uint8) if values.element_size() == 1 else values
 
@@ -107,8 +107,8 @@ def make_tokens(shape: Shape, device: str, lens: Sequence[int] | None = None) ->
     n = counts[filled].float()[:, None, None]
     strength = group * torch.log(n + 1) / math.sqrt(shape.head_dim)
     for edge in ((ends - counts)[filled], ends[filled] - 1):
-        _bits(k)[edge] = _bits((direction * strength).to(stored))
-        _bits(v)[edge] = _bits((draw(*direction.shape) / torch.sqrt(n)).to(stored))
+        as_bytes(k)[edge] = as_bytes((direction * strength).to(stored))
+        as_bytes(v)[edge] = as_bytes((draw(*direction.shape) / torch.sqrt(n)).to(stored))
     return Tokens(shape, tuple(lens), q.to(torch_dtype(shape.dtype)), k, v)
 
 
@@ -147,7 +147,7 @@ def make_paged(tokens: Tokens, block_size: int, table: str) -> Paged:
         cache = torch.full(
             (num_blocks * block_size, *values.shape[1:]), math.nan, dtype=values.dtype, device=device
         )
-        _bits(cache)[slot] = _bits(values)
+        as_bytes(cache)[slot] = as_bytes(values)
         caches.append(cache.view(num_blocks, block_size, *values.shape[1:]))
     lens = torch.tensor(tokens.lens, dtype=torch.int32, device=device)
     return Paged(tokens, block_size, caches[0], caches[1], block_table, lens, int(order[owned]))
@@ -170,7 +170,7 @@ def make_padded(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
             row, position = tokens.positions()
             size = (shape.batch_size, tokens.longest, shape.kv_heads, shape.head_dim)
             by_row = torch.zeros(size, dtype=values.dtype, device=values.device)
-            _bits(by_row)[row, position] = _bits(values)
+            as_bytes(by_row)[row, position] = as_bytes(values)
         padded.append(by_row.transpose(1, 2).to(compute).contiguous())
     mask = None
     if not equal:

@@ -81,6 +81,8 @@ def bench(
         raise InputError(f"--suite is {suite!r}; this version has the suite kernel.")
     if max_seconds is not None and not max_seconds > 0:
         raise InputError(f"--max-seconds is {max_seconds}; must be more than 0.")
+    if output is not None and output.exists() and not output.is_dir():
+        raise InputError(f"-o {output} is a file; name a directory.")
     if plot is not None:
         from kvplan.results.plots import check_plot_path
 

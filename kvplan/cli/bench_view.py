@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from kvplan.bench.ceilings import Ceilings
+from kvplan.bench.cells import SHORT_NAMES
 from kvplan.bench.device import Device
 from kvplan.bench.summary import shares_by_block_size
 from kvplan.cli import render
@@ -40,14 +41,23 @@ def first_lines(rows: Sequence[Row], device: Device, term: Terminal) -> list[str
         cores = f"{device.cores} core{'s' if device.cores != 1 else ''}"
         figure = f"not a GPU figure: {own} kernel, {cores}, {device.why}"
         lines.append(render.verdict("CPU run", figure, None, term))
-    wrong = [row for row in rows if row["status"] in ("failed", "error") and row["role"] != "peer"]
-    if wrong:
-        cells = "1 cell has" if len(wrong) == 1 else f"{len(wrong)} cells have"
-        found = f"{cells} no number: the check before timing failed"
+    failed, raised = (
+        sum(row["status"] == status and row["role"] != "peer" for row in rows)
+        for status in ("failed", "error")
+    )
+    if failed:
+        found = f"{_cells(failed)} no number: the check before timing failed"
         lines.append(render.verdict("Wrong result", found, False, term))
+    elif raised:
+        found = f"{_cells(raised)} no number: the kernel stopped with an error"
+        lines.append(render.verdict("Kernel failed", found, False, term))
     elif device.kind != "cpu":
         lines.append(_answer(rows, term))
     return lines
+
+
+def _cells(number: int) -> str:
+    return "1 cell has" if number == 1 else f"{number} cells have"
 
 
 def _answer(rows: Sequence[Row], term: Terminal) -> str:
@@ -128,8 +138,18 @@ def _shares_table(setups: list[list[Row]], term: Terminal) -> str:
     for setup in setups:
         shares = {_short(row): row["share_of_read"] for row in setup if _in_shares(row)}
         shown = ["-" if shares.get(head) is None else f"{100 * shares[head]:.0f}" for head in heads]
-        body.append([setup[0]["setup"].replace(" tokens", "").replace(" table", ""), *shown])
+        body.append([_setup_words(setup[0]), *shown])
     return render.table(columns, body, term)
+
+
+def _setup_words(row: Row) -> str:
+    """A set-up in few words, from the row of one of our kernels: '32 x 8,192, 32/8 x 128, bf16, KV fp8'."""
+    words = [f"{row['batch_size']} x {row['context_len']:,}"]
+    words[0] += " lognormal" if row["lengths"] == "lognormal" else ""
+    words += [f"{row['heads']}/{row['kv_heads']} x {row['head_dim']}", SHORT_NAMES[row["dtype"]]]
+    words += [f"KV {SHORT_NAMES[row['kv_cache_dtype']]}"] if row["kv_cache_dtype"] != row["dtype"] else []
+    words += ["contiguous"] if row["table"] == "contiguous" else []
+    return ", ".join(words)
 
 
 def _in_shares(row: Row) -> bool:
@@ -201,14 +221,10 @@ def _notes(rows: Sequence[Row], device: Device, term: Terminal) -> list[str]:
     small = [row for row in rows if row["status"] == "ok" and row["kv_under_4x_cache"]]
     if small:
         cache = "L2" if device.kind == "cuda" else "last-level cache"
-        setups = len({row["setup"] for row in small})
-        lines.append(
-            render.wrap(
-                f"KV under 4 x {cache} ({byte_size(device.cache_bytes)}) in {setups} of "
-                f"{len({row['setup'] for row in rows})} set-ups: copies of it were read in turn.",
-                term.width,
-            )
-        )
+        setups, all_setups = len({row["setup"] for row in small}), len({row["setup"] for row in rows})
+        where = f" in {setups} of {all_setups} set-ups" if setups < all_setups else ""
+        size = byte_size(device.cache_bytes)
+        lines.append(f"KV under 4 x {cache} ({size}){where}: copies of it were read in turn.")
     if lines:
         lines.append("")
     if device.kind == "cpu":

@@ -1,0 +1,78 @@
+"""The gates that gpu-check runs, held here against the CPU kernel and against wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvplan.bench import gates  # noqa: E402
+from kvplan.bench.gates import Variant  # noqa: E402
+from kvplan.kernels import cpu, reference  # noqa: E402
+
+
+@pytest.mark.parametrize("backend", ["triton", "numba"])
+def test_gates_cover_every_axis_and_none_twice(backend: str) -> None:
+    variants = list(gates.decode_variants(backend))
+    names = [variant.name for variant in variants]
+    assert len(set(names)) == len(names)
+    assert {1, 16, 64, 256} <= {variant.block_size for variant in variants}
+    assert {1, 4, 8, 16} <= {variant.group for variant in variants}
+    assert {64, 128, 256} <= {variant.head_dim for variant in variants}
+    assert {"float8_e4m3fn", "float8_e5m2"} <= {variant.kv_dtype for variant in variants}
+    assert any(v.window and v.soft_cap and v.sinks for v in variants)
+    assert any(v.heads_first for v in variants)
+    if backend == "triton":
+        assert {"bfloat16", "float16", "float32"} == {variant.dtype for variant in variants}
+
+
+def test_rows_of_a_gate_include_none_one_and_about_a_block() -> None:
+    assert gates.gate_lengths(16)[:5] == [0, 1, 15, 16, 17]
+    assert gates.gate_lengths(1)[:5] == [0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(16, dtype="float32", head_dim=64),
+        Variant(64, dtype="float32", window=33, soft_cap=20.0, sinks=True, head_dim=64),
+        Variant(16, dtype="float32", heads_first=True, head_dim=64),
+    ],
+    ids=lambda variant: variant.name,
+)
+def test_the_cpu_kernel_passes(variant: Variant) -> None:
+    found = gates.run_decode_gate(cpu.paged_decode, variant, "cpu")
+    assert found.passed, found
+    assert found.error is not None
+    assert found.error < 2e-6
+
+
+@pytest.mark.parametrize("ignored", ["window", "soft_cap", "sinks", "k_scale", "v_scale"])
+def test_a_kernel_that_ignores_an_option_fails_its_gate(ignored: str) -> None:
+    variant = Variant(
+        16, dtype="float32", head_dim=32, window=50, soft_cap=5.0, sinks=True, k_scale=0.5, v_scale=2.0
+    )
+
+    def decode(*tensors: Any, **options: Any) -> Any:
+        del options[ignored]
+        return reference.paged_decode(*tensors, **options)
+
+    found = gates.run_decode_gate(decode, variant, "cpu")
+    assert not found.passed
+    assert found.error is not None
+    assert found.error > 0.01
+
+
+def test_nan_and_exceptions_fail_with_a_reason() -> None:
+    def nan(q: Any, *rest: Any, **options: Any) -> Any:
+        return torch.full(q.shape, float("nan"))
+
+    def broken(*tensors: Any, **options: Any) -> Any:
+        raise ValueError("no such tile\nlong trace")
+
+    variant = Variant(16, dtype="float32", head_dim=32)
+    assert gates.run_decode_gate(nan, variant, "cpu").reason == "NaN or a wrong shape"
+    found = gates.run_decode_gate(broken, variant, "cpu")
+    assert (found.passed, found.reason) == (False, "ValueError: no such tile")
