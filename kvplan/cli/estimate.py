@@ -12,13 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from kvplan.cli import render
-from kvplan.cli.estimate_view import (
-    assumed,
-    fits_view,
-    next_command,
-    refused_view,
-    verdict_line,
-)
+from kvplan.cli.estimate_refused import next_command, refused_view
+from kvplan.cli.estimate_view import assumed, fits_view, verdict_line
 from kvplan.cli.options import SWITCHES, VALUE_FLAGS, Flags, Target, resolve_target, shared_flags
 from kvplan.cli.render import Format
 from kvplan.errors import InputError

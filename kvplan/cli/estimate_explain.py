@@ -7,7 +7,8 @@ from kvplan.cli.estimate_view import SHORT_DTYPES, subject
 from kvplan.cli.numbers import GIB, byte_size, count, fixed
 from kvplan.cli.render import Column, Terminal
 from kvplan.memory.capacity import Estimate
-from kvplan.memory.kvlayout import KVGroup, bytes_per_element
+from kvplan.memory.kvlayout import KVGroup
+from kvplan.memory.layer_bytes import bytes_per_element
 from kvplan.spec.model import Layer, LayerKind
 
 

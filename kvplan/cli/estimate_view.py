@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvplan.cli import render
-from kvplan.cli.numbers import GIB, byte_size, count, fixed, gib, gib_parts, percents, round_parts
+from kvplan.cli.numbers import GIB, byte_size, count, fixed, gib, gib_parts, percents
 from kvplan.cli.render import Column, Terminal
 from kvplan.errors import InputError
 from kvplan.memory.capacity import Estimate, estimate
-from kvplan.memory.fixes import Fix
 from kvplan.spec.engine import EngineSettings
 from kvplan.spec.model import LayerKind
 
@@ -93,7 +91,7 @@ def fits_view(e: Estimate, term: Terminal) -> list[str]:
     elif e.budget is not None:
         blocks += [*_budget_bar(e, term), ""]
     elif e.verdict.fits is not None:
-        blocks += [f"  KV pool given: {gib(e.available_kv_bytes)} GiB, {_blocks_in_words(e)}", ""]
+        blocks += [f"  KV pool given: {gib(e.available_kv_bytes)} GiB, {blocks_in_words(e)}", ""]
     blocks += _hybrid(e, term) if not e.layout.is_uniform else _uniform(e)
     if e.verdict.fits is None:
         length = e.engine.max_model_len
@@ -128,7 +126,8 @@ def assumed(e: Estimate, notes: Sequence[str], term: Terminal) -> list[str]:
     return ["", render.dim(render.wrap("Assumed: " + "; ".join(words), term.width), term)]
 
 
-def _blocks_in_words(e: Estimate) -> str:
+def blocks_in_words(e: Estimate) -> str:
+    """'13,559 blocks of 16 tokens, 2.50 MiB each'."""
     layout = e.layout
     return (
         f"{count(e.num_gpu_blocks)} blocks of {count(layout.block_size)} tokens, "
@@ -147,7 +146,7 @@ def _budget_table(e: Estimate, term: Terminal) -> list[str]:
         (marks[1], "activation peak", b.activation.bytes, b.activation.why),
         (marks[1], "non-torch", b.non_torch.bytes, b.non_torch.why),
         (marks[1], "CUDA graphs", b.cuda_graphs.bytes, b.cuda_graphs.why),
-        (marks[3], "KV pool", pool, _blocks_in_words(e)),
+        (marks[3], "KV pool", pool, blocks_in_words(e)),
         (
             marks[4],
             "outside budget",
@@ -225,7 +224,7 @@ def _workload_lines(e: Estimate) -> list[str]:
 def _hybrid(e: Estimate, term: Terminal) -> list[str]:
     """Slope and fixed cost of the exact state beside what the engine holds and asks for."""
     layout, length = e.layout, e.engine.max_model_len
-    slope, fixed_bytes = layout.bytes_per_token, layout.fixed_bytes_per_request
+    slope = layout.bytes_per_token
     growing = slope * length // max(1, layout.context_shards)
     stages = [
         ("held (exact state)", layout.exact_bytes(length)),
@@ -236,11 +235,11 @@ def _hybrid(e: Estimate, term: Terminal) -> list[str]:
         [
             name,
             byte_size(slope),
-            _mib(fixed_bytes if k == 0 else max(0, size - growing)),
+            _mib(max(0, size - growing)),
             gib(size),
             fixed(e.available_kv_bytes / size if size else None) if e.verdict.fits is not None else "-",
         ]
-        for k, (name, size) in enumerate(stages)
+        for name, size in stages
     ]
     columns = [
         Column(f"one request at {count(length)}", "left"),
@@ -336,98 +335,3 @@ def _levers(e: Estimate, term: Terminal) -> list[str]:
     heads = [Column("Change", "left"), Column(f"requests at {count(e.engine.max_model_len)}", "left")]
     table = render.table(heads, rows, term)
     return ["", table.replace("  Change", "Change  ", 1)]
-
-
-# ---- does not fit -----------------------------------------------------------------------------------
-
-
-def refused_view(e: Estimate, enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> list[str]:
-    """Blocks of text below the verdict of a set-up that does not start."""
-    blocks = [render.wrap(f"{subject(e)}, GiB per GPU:", term.width + 1), ""]
-    blocks.append(_need_table(e, term))
-    blocks.append("")
-    if not enough and not short:
-        blocks.append("No single change of flags, weights or KV format makes it fit.")
-        return blocks
-    blocks += [_fix_table(enough, short, term)]
-    return blocks
-
-
-def _need_table(e: Estimate, term: Terminal) -> str:
-    length, layout, b = e.engine.max_model_len, e.layout, e.budget
-    one = layout.startup_bytes(length)
-    own = " (the model's own maximum)" if length == e.model.max_position_embeddings else ""
-    if layout.is_uniform:
-        request_why = f"{count(length)} tokens{own} x {byte_size(layout.bytes_per_token)}"
-    else:
-        request_why = f"{count(layout.blocks_per_request(length))} blocks at {count(length)} tokens{own}"
-    rows: list[tuple[str, float, str]] = []
-    if b is not None:
-        engine = round_parts(
-            [x / GIB for x in (b.activation.bytes, b.non_torch.bytes, b.cuda_graphs.bytes)],
-            2,
-            b.engine_bytes / GIB,
-        )
-        rows.append(("weights", b.weights.bytes, b.weights.why))
-        why = f"activation {engine[0]:.2f}, non-torch {engine[1]:.2f}, graphs {engine[2]:.2f}"
-        rows.append(("engine", b.engine_bytes, why))
-    rows.append(("one request", one, request_why))
-    if b is not None:
-        rows.append(
-            (
-                "budget",
-                -b.budget_bytes,
-                f"{b.total_bytes / GIB:.2f} x gpu_memory_utilization {e.engine.gpu_memory_utilization:.2f}",
-            )
-        )
-    else:
-        rows.append(("KV pool", -e.available_kv_bytes, _blocks_in_words(e)))
-    shown, total = gib_parts([size for _, size, _ in rows], sum(size for _, size, _ in rows))
-    body = [[name, size, why] for (name, _, why), size in zip(rows, shown, strict=True)]
-    before = -e.available_kv_bytes
-    why = f"{gib(before)} of it before any KV" if before > 0 else ""
-    is_short = sum(size for _, size, _ in rows) > 0
-    body.append(["short by" if is_short else "spare", total.removeprefix("-"), why if is_short else ""])
-    columns = [Column("need", "left"), Column("GiB"), Column("why", "left", shrinks=True, min_width=20)]
-    return render.table(columns, body, term)
-
-
-def _fix_table(enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> str:
-    columns = [
-        Column("change", "left"),
-        Column("GPUs"),
-        Column("gains GiB"),
-        Column("spare"),
-        Column("longest"),
-        Column("at once", optional=1),
-    ]
-
-    def row(fix: Fix) -> list[str]:
-        at_once = fixed(fix.at_once) if fix.fits else "no"
-        mark = "~ " if fix.alters_answers else "  "
-        return [
-            mark + fix.label,
-            str(fix.gpus),
-            gib(fix.gains_bytes),
-            gib(fix.spare_bytes),
-            count(fix.longest_tokens),
-            at_once,
-        ]
-
-    body = [row(fix) for fix in enough[:6]]
-    if short:
-        body += [["not enough alone:", "", "", "", "", ""], *(row(fix) for fix in short[:5])]
-    lines = render.table(columns, body, term).splitlines()
-    title = "What would fit, fewest GPUs first" if enough else "Nothing tried is enough"
-    lines = [title, "", *lines]
-    if any(fix.alters_answers for fix in (*enough[:6], *short[:5])):
-        lines.append("  ~ changes what the model answers; kvplan does not judge that")
-    return "\n".join(lines)
-
-
-def next_command(words: Sequence[str], enough: Sequence[Fix]) -> str | None:
-    """The line to try next: the first fix that leaves the answers alone, else the first."""
-    if not enough:
-        return None
-    fix = next((f for f in enough if not f.alters_answers), enough[0])
-    return "Next: " + shlex.join(["kvplan", "estimate", *words, *fix.arguments])

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from kvplan.errors import InputError
 from kvplan.memory.capacity import Estimate, estimate
-from kvplan.memory.kvlayout import BYTES_PER_ELEMENT
+from kvplan.memory.layer_bytes import BYTES_PER_ELEMENT
 from kvplan.spec.weights import effective_quantization
 
 MAX_TP = 8  # one node

@@ -13,23 +13,12 @@ from math import lcm
 
 from kvplan.errors import InputError
 from kvplan.memory.formula import blocks_for
+from kvplan.memory.layer_bytes import bytes_per_element, state_bytes, token_bytes
 from kvplan.spec.catalogue import find_model
 from kvplan.spec.engine import Resolved
 from kvplan.spec.model import Layer, LayerKind, ModelSpec
 from kvplan.spec.weights import pipeline_layers
 
-BYTES_PER_ELEMENT = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "fp8_ds_mla": 1,
-    "fp8_per_token_head": 1,
-    "int8_per_token_head": 1,
-}
-SCALE_BYTES = 4  # one float32 per scaled group
-INDEX_TILE = 128  # elements of an index key, and of an fp8_ds_mla latent, per scale
 STATE_ALIGNMENT = 16  # tokens; attention blocks of state hybrids are multiples of it
 
 
@@ -78,6 +67,25 @@ class KVGroup:
 
 
 @dataclass(frozen=True)
+class ExactState:
+    """What a request itself keeps on one rank: no block rounding, no padding, nothing in flight."""
+
+    bytes_per_token: int  # of layers that keep every token
+    state_bytes: int  # of linear-attention and Mamba layers
+    windows: tuple[tuple[int, int], ...] = ()  # (window in tokens, bytes per token of its layers)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes whatever the length: states, and windows when full."""
+        return self.state_bytes + sum(window * size for window, size in self.windows)
+
+    def bytes_at(self, n_tokens: int) -> int:
+        """Bytes of a request of ``n_tokens``."""
+        inside = sum(min(window, n_tokens) * size for window, size in self.windows)
+        return n_tokens * self.bytes_per_token + self.state_bytes + inside
+
+
+@dataclass(frozen=True)
 class KVLayout:
     """The groups of a model and the size of their common block, stage by stage of the pipeline."""
 
@@ -90,7 +98,7 @@ class KVLayout:
     derived_tokens: bool  # the token line is concurrency x max_model_len (from 0.21)
     null_block_counts: bool  # the start-up check leaves one block aside
     startup_block_bytes: int  # what the check charges for a block: of all stages before 0.17
-    stage_slopes: tuple[tuple[int, int], ...]  # exact state a stage: (bytes per token, fixed bytes)
+    stage_states: tuple[ExactState, ...]
     deciding_stage: int  # the stage that all figures of one rank are about
     padding_layers: int
     assumptions: tuple[str, ...] = ()
@@ -103,12 +111,12 @@ class KVLayout:
     @property
     def bytes_per_token(self) -> int:
         """Slope: what each further token of a request adds for good on that rank."""
-        return self.stage_slopes[self.deciding_stage][0]
+        return self.stage_states[self.deciding_stage].bytes_per_token
 
     @property
     def fixed_bytes_per_request(self) -> int:
         """What a request keeps whatever its length: windows when full, and states."""
-        return self.stage_slopes[self.deciding_stage][1]
+        return self.stage_states[self.deciding_stage].fixed_bytes
 
     @property
     def is_uniform(self) -> bool:
@@ -131,7 +139,7 @@ class KVLayout:
 
     def exact_bytes(self, n_tokens: int) -> int:
         """Bytes of the state itself: no block rounding, windows cut exactly, nothing in flight."""
-        return self._share(n_tokens) * self.bytes_per_token + self.fixed_bytes_per_request
+        return self.stage_states[self.deciding_stage].bytes_at(self._share(n_tokens))
 
     def num_blocks(self, available_bytes: int | Sequence[int]) -> int:
         """Blocks of the pool, null block included: the smallest over stages (0 for a negative pool)."""
@@ -233,52 +241,11 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
         derived_tokens=engine.version >= (0, 21),
         null_block_counts=engine.version >= (0, 26),
         startup_block_bytes=(sum if engine.version < (0, 17) else max)(stage_block_bytes),
-        stage_slopes=tuple(_exact_state(layers[low:high], engine) for low, high in stages),
+        stage_states=tuple(_exact_state(layers[low:high], engine) for low, high in stages),
         deciding_stage=stage_block_bytes.index(max(stage_block_bytes)),
         padding_layers=largest * len(members) - sum(len(indices) for indices in members),
         assumptions=tuple(dict.fromkeys(said)),
     )
-
-
-def bytes_per_element(dtype: str) -> int:
-    """Bytes of one K or V element."""
-    if dtype not in BYTES_PER_ELEMENT:
-        raise InputError(
-            f"--kv-cache-dtype {dtype!r} is not known; use one of {', '.join(BYTES_PER_ELEMENT)}."
-        )
-    return BYTES_PER_ELEMENT[dtype]
-
-
-def token_bytes(layer: Layer, engine: Resolved) -> int:
-    """Bytes one token keeps in an attention layer, on one rank (KV_SIZING_RULES 2 and 3)."""
-    dtype = engine.kv_cache_dtype
-    size = bytes_per_element(dtype)
-    tp = engine.settings.tensor_parallel_size
-    index = (layer.index_dim + SCALE_BYTES * -(-layer.index_dim // INDEX_TILE)) if layer.index_dim else 0
-    if layer.kind is LayerKind.MLA:  # one latent on every rank: no factor 2, no split
-        if dtype == "fp8_ds_mla" or (layer.index_dim and size == 1):
-            scales = SCALE_BYTES * -(-layer.latent_dim // INDEX_TILE)
-            return layer.latent_dim + scales + 2 * layer.rope_dim + index
-        return (layer.latent_dim + layer.rope_dim) * size + index
-    if dtype == "fp8_ds_mla":
-        raise InputError("--kv-cache-dtype fp8_ds_mla is for MLA models only.")
-    heads = max(1, layer.kv_heads // tp)  # with more ranks than heads each keeps a copy of one
-    scales = 2 * SCALE_BYTES if dtype.endswith("_per_token_head") else 0
-    return heads * ((layer.head_dim + layer.v_head_dim) * size + scales) + index
-
-
-def state_bytes(layer: Layer, engine: Resolved) -> int:
-    """Bytes of one request's state in one linear-attention or Mamba layer, on one rank."""
-    state = layer.state
-    if state is None:
-        raise InputError(f"a {layer.kind.value} layer without its state's shape cannot be sized.")
-    tp = engine.settings.tensor_parallel_size
-    # Groups of B and C that do not divide over the ranks are copied until each rank has one.
-    groups = tp if state.groups % tp else state.groups
-    conv = state.conv_elements + (groups - state.groups) * state.group_elements
-    columns = state.conv_columns + engine.settings.num_speculative_tokens
-    conv = conv * columns // state.conv_columns if state.conv_columns else conv
-    return state.ssm_elements // tp * state.ssm_bytes_per_element + conv // tp * state.conv_bytes_per_element
 
 
 def _layers_with_kv(model: ModelSpec, engine: Resolved, said: list[str]) -> list[Layer]:
@@ -400,18 +367,18 @@ def _group_layers(pages: Sequence[LayerPage | None]) -> list[list[int]]:
     return groups
 
 
-def _exact_state(layers: Sequence[Layer], engine: Resolved) -> tuple[int, int]:
-    """(bytes a token adds for good, bytes a request keeps whatever its length) on one rank."""
-    slope = fixed = 0
+def _exact_state(layers: Sequence[Layer], engine: Resolved) -> ExactState:
+    slope = states = 0
+    windows: dict[int, int] = {}
     for layer in layers:
         match layer.kind:
             case LayerKind.FULL | LayerKind.MLA:
                 slope += token_bytes(layer, engine)
             case LayerKind.SLIDING | LayerKind.CHUNKED:
                 if engine.hybrid_kv_cache_manager:
-                    fixed += layer.window * token_bytes(layer, engine)
+                    windows[layer.window] = windows.get(layer.window, 0) + token_bytes(layer, engine)
                 else:
                     slope += token_bytes(layer, engine)
             case LayerKind.STATE:
-                fixed += state_bytes(layer, engine)
-    return slope, fixed
+                states += state_bytes(layer, engine)
+    return ExactState(slope, states, tuple(windows.items()))
