@@ -54,9 +54,12 @@ def summary(
         mean = c["itl_sum"] / c["itl_count"]
         result["mean_itl_ms"] = mean * 1e3
         result["std_itl_ms"] = float(np.sqrt(max(0.0, c["itl_sum2"] / c["itl_count"] - mean * mean))) * 1e3
-    result["position_utilization"] = position_utilization(
-        trace.input_tokens + trace.output_tokens, rules.block_size
-    )
+    tokens = trace.input_tokens + trace.output_tokens
+    reserve = int(run.requests.reserve.sum(dtype=np.int64))
+    if reserve:  # contiguous baselines hold what they reserve
+        result["position_utilization"] = int(tokens.sum()) / reserve
+    else:
+        result["position_utilization"] = position_utilization(tokens, rules.block_size)
     over = c["time_total"] or float("nan")
     block = rules.block_size
     usable = rules.num_blocks - 1
