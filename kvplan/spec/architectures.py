@@ -40,6 +40,7 @@ class Architecture:
     embedding_norm: bool = False
     rotary: bool = True
     rotary_share: float = 1.0  # of head_dim, where the config does not say
+    checked: bool = True  # whether a published parameter count confirmed the shapes of this class
     ssm_dtype: str = ""  # of the Mamba state when the config is silent; "" = the model's dtype
     mtp_layers: int = 0  # in the file although the config does not say
     mtp_in_file: bool = True
@@ -248,6 +249,65 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+# Other names of classes above: text-only or older releases of the same decoder.
+SAME_AS: dict[str, str] = {
+    "AquilaForCausalLM": "LlamaForCausalLM",
+    "SolarForCausalLM": "LlamaForCausalLM",
+    "XverseForCausalLM": "LlamaForCausalLM",
+    "LlavaNextForConditionalGeneration": "LlavaForConditionalGeneration",
+    "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "MptForCausalLM": "MPTForCausalLM",
+    "RWForCausalLM": "FalconForCausalLM",
+    "CodeGenForCausalLM": "GPTJForCausalLM",
+    "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "Llama4ForCausalLM": "Llama4ForConditionalGeneration",
+    "Gemma3nForCausalLM": "Gemma3nForConditionalGeneration",
+    "Gemma4ForCausalLM": "Gemma4ForConditionalGeneration",
+    "Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
+    "Qwen2_5OmniForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5OmniModel": "Qwen2ForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+}
+ARCHITECTURES |= {name: ARCHITECTURES[of] for name, of in SAME_AS.items()}
+
+# Known from their config classes; no model of theirs is in the catalogue. Counts that are well known are
+# checked in tests/spec/test_parameters.py, the others say that nobody did.
+COUNTED = (
+    "ExaoneForCausalLM", "OlmoForCausalLM", "OlmoeForCausalLM", "Glm4ForCausalLM", "StableLmForCausalLM",
+    "SeedOssForCausalLM", "NemotronForCausalLM", "GraniteMoeForCausalLM", "BambaForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+)  # fmt: skip
+ARCHITECTURES |= {
+    name: replace(arch, checked=name in COUNTED)
+    for name, arch in {
+        "InternLMForCausalLM": Architecture(qkv_bias="bias", o_bias="bias"),
+        "MiniCPMForCausalLM": replace(LLAMA, tied=True),
+        "DeepseekForCausalLM": LLAMA,
+        "ArceeForCausalLM": replace(LLAMA, gated=False),
+        "GlmForCausalLM": Architecture(qkv_bias="attention_bias", defaults={"head_dim": 128}),
+        "Glm4ForCausalLM": Architecture(qkv_bias="attention_bias", norms=4, defaults={"head_dim": 128}),
+        "StableLmForCausalLM": Architecture(qkv_bias="use_qkv_bias", norm_bias=True),
+        "NemotronForCausalLM": Architecture(gated=False, norm_bias=True),
+        "ExaoneForCausalLM": Architecture(),
+        "SeedOssForCausalLM": Architecture(qkv_bias="attention_bias", o_bias="attention_out_bias"),
+        "Dots1ForCausalLM": Architecture(qkv_bias="attention_bias", qk_norm="head", router_bias="score"),
+        "OlmoForCausalLM": Architecture(norms=0, final_norm=False),
+        "OlmoeForCausalLM": OLMO2,
+        "ApertusForCausalLM": Architecture(gated=False, qk_norm="head"),
+        "Ernie4_5ForCausalLM": Architecture(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias"),
+        "Ernie4_5_MoeForCausalLM": Architecture(
+            tied=True, qkv_bias="use_bias", o_bias="use_bias", router_bias="score"
+        ),
+        "GraniteMoeForCausalLM": LLAMA,
+        "GraniteMoeSharedForCausalLM": LLAMA,
+        "BambaForCausalLM": Architecture(
+            layout="bamba", defaults={"mamba_conv_kernel": 4, "mamba_groups": 1}
+        ),
+    }.items()
+}
+
 # Known by name, but not how they lay out what they keep: refused with the reason, never guessed.
 REFUSED: dict[str, str] = {
     "DeepseekV4ForCausalLM": "compressed attention (compress_ratios): how an engine stores its compressor "
@@ -278,4 +338,10 @@ MODEL_TYPES: dict[str, str] = {
     "gpt_oss": "GptOssForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM", "opt": "OPTForCausalLM", "gpt2": "GPT2LMHeadModel",
     "falcon": "FalconForCausalLM", "granite": "GraniteForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+    "llama4_text": "Llama4ForConditionalGeneration", "qwen3_5_text": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration", "gemma4_text": "Gemma4ForConditionalGeneration",
+    "glm4": "Glm4ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM", "olmo2": "Olmo2ForCausalLM", "internlm2": "InternLM2ForCausalLM",
+    "phi": "PhiForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM", "bloom": "BloomForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM", "nemotron_h": "NemotronHForCausalLM", "jamba": "JambaForCausalLM",
 }  # fmt: skip

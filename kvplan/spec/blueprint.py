@@ -131,7 +131,8 @@ def is_moe_layer(fields: Fields, arch: Architecture, i: int) -> bool:
     step = fields.int("interleave_moe_layer_step", fields.int("decoder_sparse_step", 1))
     if arch.layout == "jamba":
         return i % fields.int("expert_layer_period") == fields.optional_int("expert_layer_offset")
-    return i >= fields.optional_int("first_k_dense_replace") and (i + 1) % step == 0
+    first = fields.optional_int("first_k_dense_replace") or fields.optional_int("moe_layer_start_index")
+    return i >= first and (i + 1) % step == 0
 
 
 def _dense_width(fields: Fields, arch: Architecture, i: int) -> int:

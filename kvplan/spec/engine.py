@@ -6,6 +6,7 @@ releases named there). Every default that was filled in is recorded as an assump
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -23,7 +24,26 @@ KNOWN_VLLM: tuple[Version, ...] = tuple(
 )
 
 KV_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "fp8_e4m3"}
-QUANTIZATION_ALIASES = {"nvfp4": "modelopt_fp4", "awq": "awq_marlin", "gptq": "gptq_marlin"}
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """How an engine is called, what it calls its share of the GPU, and its smallest unit of KV."""
+
+    label: str
+    fraction_name: str
+    block_size: int  # tokens
+
+
+ENGINES = {
+    "vllm": EngineFacts("vLLM", "gpu_memory_utilization", 16),
+    "sglang": EngineFacts("SGLang", "mem_fraction_static", 1),
+    "tensorrt-llm": EngineFacts("TensorRT-LLM", "free_gpu_memory_fraction", 32),
+}
+
+# SGLang's prefill chunk and largest captured batch by GPU memory: (GiB below which, tokens, requests). Those
+# of 4090 and H100 are known (WEIGHTS_AND_CONFIGS 3); the classes between and above are assumed.
+SGLANG_CLASSES = ((35, 2048, 24), (60, 4096, 32), (160, 8192, 256), (float("inf"), 16384, 512))
 
 
 @dataclass(frozen=True)
@@ -89,6 +109,17 @@ class Resolved:
     assumptions: tuple[str, ...]
 
     @property
+    def facts(self) -> EngineFacts:
+        """Names and units of the engine."""
+        return ENGINES[self.settings.engine]
+
+    @property
+    def label(self) -> str:
+        """'vLLM 0.32.0'; no version where its rules do not depend on one."""
+        version = self.settings.engine_version
+        return f"{self.facts.label} {version}" if self.settings.engine == "vllm" else self.facts.label
+
+    @property
     def ranks(self) -> int:
         """GPUs of one replica: TP x PP x DP."""
         s = self.settings
@@ -134,9 +165,11 @@ def resolve(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Reso
     ``gpu`` None (a hand-given pool) leaves the smallest device class. Raises `InputError` for settings that
     the engine refuses at start-up.
     """
+    if settings.engine != "vllm":
+        return _resolve_other(settings, model, gpu)
     said: list[str] = []
     version, note = known_version(settings.engine_version)
-    if note and settings.engine == "vllm":
+    if note:
         said.append(note)
     max_model_len = _max_model_len(settings, model, said)
     async_scheduling = _or(settings.async_scheduling, version >= (0, 12))
@@ -183,6 +216,48 @@ def resolve(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Reso
     if settings.model_runner is None and version >= (0, 20):
         said.append(f"model runner {resolved.model_runner.upper()}, this version's default for the model")
     return Resolved(**{**resolved.__dict__, "assumptions": (*said, *model.assumptions)})
+
+
+def _resolve_other(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Resolved:
+    """SGLang and TensorRT-LLM: what their pool depends on (BUDGET 10, WEIGHTS_AND_CONFIGS 3)."""
+    said: list[str] = []
+    facts = ENGINES[settings.engine]
+    total_gib = math.ceil(gpu.total_gib) if gpu else 80
+    _, chunk, graph_batch = next(row for row in SGLANG_CLASSES if total_gib < row[0])
+    batched = settings.max_num_batched_tokens or chunk
+    fraction = settings.gpu_memory_utilization
+    if fraction is None and settings.engine == "sglang":
+        tp_pp = settings.tensor_parallel_size * settings.pipeline_parallel_size
+        reserved_mib = 512 + 1.5 * max(batched, 2048) + 2 * graph_batch + tp_pp / 8 * 1024
+        if total_gib > 60:
+            reserved_mib = max(reserved_mib, 10 * 1024)
+        fraction = round(1 - reserved_mib / (total_gib * 1024), 3)
+        said.append(f"mem_fraction_static {fraction}, SGLang's own default for this card and split")
+    elif fraction is None:
+        fraction = 0.9
+        said.append("free_gpu_memory_fraction 0.9, the default")
+    said.append(f"{facts.label}: only models of full or latent (MLA) attention are modelled, at any version")
+    dtype = model.dtype if settings.dtype == "auto" else settings.dtype
+    kv_dtype = KV_DTYPE_ALIASES.get(settings.kv_cache_dtype, settings.kv_cache_dtype)
+    return Resolved(
+        settings=settings,
+        version=KNOWN_VLLM[-1],
+        gpu_memory_utilization=fraction,
+        max_model_len=_max_model_len(settings, model, said),
+        max_num_seqs=settings.max_num_seqs or graph_batch,
+        max_num_batched_tokens=batched,
+        block_size=settings.block_size or facts.block_size,
+        dtype=dtype,
+        kv_cache_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+        enable_prefix_caching=_or(settings.enable_prefix_caching, True),
+        enable_chunked_prefill=_or(settings.enable_chunked_prefill, True),
+        async_scheduling=False,
+        scheduler_reserve_full_isl=_or(settings.scheduler_reserve_full_isl, False),
+        prefix_cache_retention_interval=None,
+        hybrid_kv_cache_manager=True,
+        model_runner="v1",
+        assumptions=(*said, *model.assumptions),
+    )
 
 
 def _or(value: bool | None, default: bool) -> bool:

@@ -9,7 +9,7 @@ from kvplan.errors import InputError
 
 # What each fact is called in published configs, today's name first.
 NAMES: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "num_hidden_layers": (
         "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "decoder_layers",
     ),
@@ -30,12 +30,15 @@ NAMES: dict[str, tuple[str, ...]] = {
         "model_max_length", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length",
         "max_target_positions", "max_sequence_length", "n_ctx",
     ),
-    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "ffn_config.moe_num_experts"),
+    "num_experts": (
+        "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
+        "ffn_config.moe_num_experts",
+    ),
     "num_experts_per_tok": (
-        "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "experts_per_token",
+        "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "experts_per_token", "moe_k",
         "ffn_config.moe_top_k",
     ),
-    "n_shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "n_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "shared_expert_intermediate_size": (
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
         "shared_intermediate_size", "share_expert_dim",

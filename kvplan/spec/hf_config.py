@@ -95,6 +95,8 @@ def model_from_config(config: Mapping[str, Any], name: str, source: str) -> Mode
     )
     if any(config.get(part) for part in TOWERS):
         notes.append("text part only; image and audio tokens keep K and V like text tokens")
+    if not arch.checked:
+        notes.append("weights by the shapes of the config class; no published count was at hand to check it")
     assumed = {key: value for key, value in fields.assumed.items() if key != "num_hidden_layers"}
     if assumed:
         listed = ", ".join(f"{key} {value}" for key, value in assumed.items())
@@ -166,11 +168,18 @@ def _architecture(
         if kind is None:
             raise InputError(f"{source}: neither architectures nor model_type is there: not a model config.")
         named = [MODEL_TYPES.get(str(kind), str(kind))]
-    for each in named:
-        if each in ARCHITECTURES:
+    if named[0] in REFUSED:
+        raise _refused(named[0], REFUSED[named[0]], source)
+    inner = text.get("architectures") if text is not config else None
+    within = inner if isinstance(inner, list) else [MODEL_TYPES.get(str(text.get("model_type")))]
+    for each in (*named, *(within if text is not config else ())):
+        if isinstance(each, str) and each in ARCHITECTURES:
             return each, ARCHITECTURES[each]
-    reason = REFUSED.get(named[0], "the architecture is not known here")
-    raise InputError(f"{source}: {named[0]}: {reason}; nothing is computed by the dense formula instead.")
+    raise _refused(named[0], "the architecture is not known here", source)
+
+
+def _refused(name: str, reason: str, source: str) -> InputError:
+    return InputError(f"{source}: {name}: {reason}; nothing is computed by the dense formula instead.")
 
 
 def _moe(fields: Fields) -> MoE | None:

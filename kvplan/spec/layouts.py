@@ -187,6 +187,15 @@ def jamba(fields: Fields, arch: Architecture, notes: Notes) -> list[Layer]:
     return [full if i % period == offset else state for i in range(_count(fields))]
 
 
+def bamba(fields: Fields, arch: Architecture, notes: Notes) -> list[Layer]:
+    """Bamba: the layers listed are attention, the others Mamba-2."""
+    listed = fields.items("attn_layer_indices")
+    if listed is None:
+        raise fields.missing("attn_layer_indices")
+    state, full = Layer(LayerKind.STATE, state=mamba2_state(fields, arch)), attention_layer(fields)
+    return [full if i in listed else state for i in range(_count(fields))]
+
+
 def nemotron_h(fields: Fields, arch: Architecture, notes: Notes) -> list[Layer]:
     """Nemotron-H: a letter (or word) a block; MLP and MoE blocks are layers that keep nothing."""
     kinds = nemotron_blocks(fields)
@@ -364,7 +373,7 @@ def decoder(fields: Fields, arch: Architecture, notes: Notes) -> list[Layer]:
 LAYOUTS: dict[str, Layout] = {
     layout.__name__: layout
     for layout in (
-        uniform, window_all, qwen2, phi3, alternate, pattern, llama4, layer_types, gdn, mamba, jamba,
+        uniform, window_all, qwen2, phi3, alternate, pattern, llama4, layer_types, gdn, mamba, jamba, bamba,
         nemotron_h, minimax_m1, minimax_m3, mimo, deci, gemma4, mla, kimi_linear, falcon, multi_query,
         chatglm, decoder,
     )

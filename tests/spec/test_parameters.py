@@ -13,6 +13,7 @@ import pytest
 
 from kvplan.errors import InputError
 from kvplan.spec.catalogue import ModelEntry, model_entries
+from kvplan.spec.hf_config import model_from_config
 from kvplan.spec.model import LayerKind
 from tests.conftest import shared_path
 
@@ -137,3 +138,65 @@ def test_classes_agree_with_the_breakdown(name: str, parts: dict[str, str]) -> N
     parameters = entry.spec().parameters
     for ours, theirs in parts.items():
         assert getattr(parameters, ours) == facts()[name]["params_breakdown"][theirs], ours
+
+
+# Classes without a catalogue row: shape of one model of each, and its published count (general knowledge of
+# the safetensors total; the last three are known to three digits only).
+OTHERS: list[tuple[str, dict[str, Any], float, float]] = [
+    ("ExaoneForCausalLM", {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 102400}, 7_818_448_896, 0),
+    ("OlmoForCausalLM", {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
+     "num_attention_heads": 16, "vocab_size": 50304, "tie_word_embeddings": True}, 1_176_764_416, 0),
+    ("OlmoeForCausalLM", {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 1024,
+     "num_attention_heads": 16, "vocab_size": 50304, "num_experts": 64, "num_experts_per_tok": 8},
+     6_919_161_856, 0),
+    ("Glm4ForCausalLM", {"num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,
+     "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552,
+     "attention_bias": True}, 9_400_279_040, 0),
+    ("StableLmForCausalLM", {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632,
+     "num_attention_heads": 32, "vocab_size": 100352, "use_qkv_bias": True}, 1_644_515_328, 0),
+    ("SeedOssForCausalLM", {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648,
+     "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155136,
+     "attention_bias": True}, 36_151_104_512, 0),
+    ("GraniteMoeForCausalLM", {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 512,
+     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 49155, "num_local_experts": 32,
+     "num_experts_per_tok": 8, "tie_word_embeddings": True}, 1_334_628_352, 0),
+    ("NemotronForCausalLM", {"num_hidden_layers": 32, "hidden_size": 3072, "intermediate_size": 9216,
+     "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 256000},
+     4.19e9, 0.005),
+    ("BambaForCausalLM", {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27],
+     "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "vocab_size": 128256}, 9.78e9, 0.005),
+    ("Ernie4_5_MoeForCausalLM", {"num_hidden_layers": 28, "hidden_size": 2560, "intermediate_size": 12288,
+     "num_attention_heads": 20, "num_key_value_heads": 4, "moe_intermediate_size": 1536,
+     "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+     "vocab_size": 103424}, 21.8e9, 0.005),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape", "published", "within"), OTHERS)
+def test_counts_of_classes_without_a_row(
+    name: str, shape: dict[str, Any], published: float, within: float
+) -> None:
+    config = {"architectures": [name], "max_position_embeddings": 4096, **shape}
+    parameters = model_from_config(config, name, name).parameters
+    assert parameters is not None
+    assert parameters.loaded == pytest.approx(published, rel=within, abs=0)
+
+
+def test_a_class_that_nobody_counted_says_so() -> None:
+    shape = OTHERS[0][1]
+    spec = model_from_config({"architectures": ["ArceeForCausalLM"], **shape}, "x", "x")
+    assert any("no published count" in note for note in spec.assumptions)
+
+
+def test_an_unknown_wrapper_of_a_known_decoder_reads_its_text_part() -> None:
+    """InternVL: llm_config with an architecture of its own; LLaVA-like: text_config with a model_type."""
+    shape = {**OTHERS[3][1], "max_position_embeddings": 4096}
+    for part, inner in (
+        ("llm_config", {"architectures": ["Glm4ForCausalLM"]}),
+        ("text_config", {"model_type": "glm4"}),
+    ):
+        config = {"architectures": ["SomeVLForConditionalGeneration"], part: {**shape, **inner}}
+        spec = model_from_config(config, "x", "x")
+        assert (spec.architecture, spec.num_layers) == ("Glm4ForCausalLM", 40)
