@@ -2,86 +2,112 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from kvplan.trace.columns import MAX_ID, MAX_TOKENS, MISSING, Columns, Place, seconds, text, whole
-from kvplan.trace.schema import NO_STREAM
+from kvplan.trace.columns import (
+    MAX_ID,
+    MISSING,
+    Columns,
+    Phrase,
+    Place,
+    block_ids,
+    items,
+    seconds,
+    text,
+    whole,
+)
 
 MOONCAKE_BLOCK_TOKENS = 512
+MAX_BLOCK_TOKENS = 1 << 20
+PLAIN = {"timestamp", "input_length", "output_length", "hash_ids"}
 
 
-def add_row(columns: Columns, place: Place, row: dict[str, Any]) -> None:
-    """Check one object and add its request. Times are milliseconds; `hash_ids` cover 512 tokens each.
+def reader(columns: Columns) -> Any:
+    """Add one row: times are milliseconds on the file's own clock; `hash_ids` cover 512 tokens each.
 
-    A Mooncake id is the segment (id, 0, up to 512), the last one may be partial. Keys that are not ours are
-    left alone. Raises InputError naming line and field.
+    A Mooncake id is the segment (id, 0, up to 512), the last one may be partial; `block_size` beside
+    `hash_ids` says another size. Keys that are not ours are left alone.
     """
-    get = row.get
-    arrival_s = seconds(place, "timestamp", get("timestamp", MISSING), 1e-3)
-    input_tokens = whole(place, "input_length", get("input_length", MISSING), low=1)
-    output_tokens = whole(place, "output_length", get("output_length", MISSING))
-    segments: list[tuple[int, int, int]] | None = None
-    if get("segments") is not None:
-        if get("hash_ids") is not None:
-            raise place.error("hash_ids", row["hash_ids"], "absent beside segments: one content is enough")
-        segments = _segments(place, row["segments"], input_tokens)
-    elif get("hash_ids") is not None:
-        segments = _blocks(place, row["hash_ids"], get("block_size"), input_tokens)
-    if len(row) <= 4 and "output_stream" not in row and "id" not in row:  # plain Mooncake: nothing else to read
-        columns.add(place.line, arrival_s, input_tokens, output_tokens, segments=segments)
-        return
-    stream = get("output_stream")
-    cancel, deadline, session = get("cancel_after_ms"), get("deadline_ms"), get("session_id")
-    columns.add(
-        place.line,
-        arrival_s,
-        input_tokens,
-        output_tokens,
-        request_id=None if get("id") is None else text(place, "id", row["id"]),
-        segments=segments,
-        output_stream=NO_STREAM if stream is None else whole(place, "output_stream", stream, high=MAX_ID),
-        tenant="" if get("tenant") is None else text(place, "tenant", row["tenant"]),
-        priority=whole(place, "priority", row["priority"], -(1 << 31), 1 << 31) if get("priority") is not None else 0,
-        samples=whole(place, "n", row["n"], 1, 1 << 16) if get("n") is not None else 1,
-        cancel_after_s=math.nan if cancel is None else seconds(place, "cancel_after_ms", cancel, 1e-3),
-        deadline_s=math.nan if deadline is None else seconds(place, "deadline_ms", deadline, 1e-3),
-        session="" if session is None else text(place, "session_id", session),
-        turn=whole(place, "turn", row["turn"]) if get("turn") is not None else 0,
-    )
 
-
-def _segments(place: Place, value: Any, input_tokens: int) -> list[tuple[int, int, int]]:
-    if not isinstance(value, list):
-        raise place.error("segments", value, "a list of [stream, start, length]")
-    pieces = []
-    for k, piece in enumerate(value):
-        name = f"segments[{k}]"
-        if not isinstance(piece, list) or len(piece) != 3:
-            raise place.error(name, piece, "[stream, start, length]")
-        pieces.append(
-            (
-                whole(place, f"{name} stream", piece[0], high=MAX_ID),
-                whole(place, f"{name} start", piece[1], high=MAX_ID),
-                whole(place, f"{name} length", piece[2], low=1),
-            )
+    def add(place: Place, row: dict[str, Any]) -> None:
+        get = row.get
+        arrival_s = seconds(place, "timestamp", get("timestamp", MISSING), 1e-3)
+        prompt = whole(place, "input_length", get("input_length", MISSING), low=1)
+        answer = whole(place, "output_length", get("output_length", MISSING))
+        ids, segments = get("hash_ids"), get("segments")
+        if segments is not None:
+            if ids is not None:
+                raise place.error(
+                    "hash_ids", Phrase("given beside segments"), "absent: one content is enough"
+                )
+            _segments(columns, place, segments, prompt)
+        elif ids is not None:
+            _blocks(columns, place, ids, get("block_size"), prompt)
+        if row.keys() <= PLAIN:
+            columns.add(place.line, arrival_s, prompt, answer)
+            return
+        session, turn, name = get("session_id"), get("turn"), get("id")
+        columns.add(
+            place.line,
+            arrival_s,
+            prompt,
+            answer,
+            request_id=None if name is None else text(place, "id", name),
+            session=None if session is None else text(place, "session_id", session),
+            turn=0 if turn is None else whole(place, "turn", turn),
+            **{
+                column: check(place, key, row[key])
+                for key, (column, check) in EXTRAS.items()
+                if get(key) is not None
+            },
         )
-    total = sum(length for _, _, length in pieces)
-    if total != input_tokens:
-        raise place.error("segments", f"{total} tokens long", f"as long as input_length, {input_tokens}")
-    return pieces
+        if get("provenance") == "constructed":
+            columns.constructed = True
+            columns.seed = row["seed"] if type(get("seed")) is int else None
+
+    return add
 
 
-def _blocks(place: Place, ids: Any, block_size: Any, input_tokens: int) -> list[tuple[int, int, int]]:
-    size = MOONCAKE_BLOCK_TOKENS if block_size is None else whole(place, "block_size", block_size, 1, MAX_TOKENS)
-    if not isinstance(ids, list):
-        raise place.error("hash_ids", ids, "a list of whole numbers")
-    needed = -(-input_tokens // size)
+def _milliseconds(place: Place, name: str, value: Any) -> float:
+    return seconds(place, name, value, 1e-3)
+
+
+# Our keys beyond Mooncake's: the column that each fills, and its check.
+EXTRAS: dict[str, tuple[str, Any]] = {
+    "output_stream": ("output_stream", lambda place, name, value: whole(place, name, value, high=MAX_ID)),
+    "tenant": ("tenant", text),
+    "priority": ("priority", lambda place, name, value: whole(place, name, value, -(1 << 31), (1 << 31) - 1)),
+    "n": ("samples", lambda place, name, value: whole(place, name, value, 1, 1 << 14)),
+    "cancel_after_ms": ("cancel_after_s", _milliseconds),
+    "deadline_ms": ("deadline_s", _milliseconds),
+    "think_ms": ("think_s", _milliseconds),
+}
+
+
+def _segments(columns: Columns, place: Place, value: Any, prompt: int) -> None:
+    total = 0
+    for k, piece in enumerate(items(place, "segments", value)):
+        name = f"segments[{k}]"
+        if type(piece) is not list or len(piece) != 3:
+            raise place.error(name, piece, "[stream, start, length]")
+        stream = whole(place, f"{name} stream", piece[0], high=MAX_ID)
+        start = whole(place, f"{name} start", piece[1], high=MAX_ID)
+        length = whole(place, f"{name} length", piece[2], low=1)
+        total += length
+        columns.segment(stream, start, length)
+    if total != prompt:
+        raise place.error(
+            "segments", Phrase(f"{total:,} tokens long"), f"as long as input_length, {prompt:,}"
+        )
+
+
+def _blocks(columns: Columns, place: Place, ids: Any, block_size: Any, prompt: int) -> None:
+    size = MOONCAKE_BLOCK_TOKENS
+    if block_size is not None:
+        size = whole(place, "block_size", block_size, 1, MAX_BLOCK_TOKENS)
+    block_ids(place, "hash_ids", ids)
+    needed = -(-prompt // size)
     if len(ids) != needed:
-        raise place.error("hash_ids", f"{len(ids)} ids", f"{needed}: input_length {input_tokens} in blocks of {size}")
-    for k, block in enumerate(ids):
-        if type(block) is not int or not 0 <= block <= MAX_ID:
-            raise place.error(f"hash_ids[{k}]", block, "a whole number >= 0")
-    pieces = [(block, 0, size) for block in ids]
-    pieces[-1] = (ids[-1], 0, input_tokens - (needed - 1) * size)
-    return pieces
+        must = f"{needed:,}: input_length {prompt:,} in blocks of {size}"
+        raise place.error("hash_ids", Phrase(f"{len(ids):,} ids"), must)
+    columns.blocks(ids, size, prompt)

@@ -5,153 +5,337 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
+import io
+import itertools
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvplan.errors import InputError
-from kvplan.trace import azure, native
-from kvplan.trace.columns import Columns, Place
+from kvplan.trace import lengths, native, sessions
+from kvplan.trace.columns import Columns, Phrase, Place, harmless, shown
 from kvplan.trace.schema import Provenance, Trace
 
-AddRow = Callable[[Columns, Place, dict[str, Any]], None]
+AddRow = Callable[[Place, dict[str, Any]], None]
+Line = tuple[int, bytes]
 
-# A format: how its rows are spelt, the keys or columns that tell it from others, and its reader.
-JSONL_FORMATS: dict[str, tuple[tuple[str, ...], AddRow]] = {
-    "native": (("timestamp", "input_length", "output_length"), native.add_row),
+
+@dataclass(frozen=True)
+class Format:
+    """How a format is recognised (any of ``marks`` for JSON, all of them for CSV) and read."""
+
+    title: str
+    marks: tuple[str, ...]
+    reader: Callable[[Columns], AddRow]
+
+
+# The more particular ones first: the first whose marks are met is taken.
+JSONL_FORMATS = {
+    "coding": Format("agentic coding sessions", ("hash_id_scope", "requests"), sessions.coding),
+    "bailian": Format("Bailian JSONL", ("chat_id", "parent_chat_id"), sessions.bailian),
+    "llmservingsim": Format(
+        "LLMServingSim JSONL", ("arrival_time_ns", "input_toks", "sub_requests"), sessions.llmservingsim
+    ),
+    "bench": Format(
+        "bench result",
+        ("input_lens", "output_lens", "request_throughput", "mean_ttft_ms"),
+        lengths.bench_result,
+    ),
+    "rag": Format("RAG JSONL", (), sessions.rag),
+    "native": Format("Mooncake JSONL", ("timestamp", "input_length", "output_length"), native.reader),
 }
-CSV_FORMATS: dict[str, tuple[tuple[str, ...], AddRow]] = {
-    "azure": (azure.COLUMNS, azure.add_row),
+CSV_FORMATS = {
+    "azure": Format("Azure CSV", lengths.AZURE, lengths.azure),
+    "burstgpt": Format("BurstGPT CSV", lengths.BURSTGPT, lengths.burstgpt),
+    "vidur": Format("Vidur or Sarathi CSV", lengths.VIDUR, lengths.vidur),
+    "replay": Format("session replay CSV", sessions.REPLAY, sessions.replay),
 }
-ALIASES = {"mooncake": "native", "azure-2023": "azure", "azure-2024": "azure"}
+FORMATS = JSONL_FORMATS | CSV_FORMATS
+ALIASES = {
+    "mooncake": "native",
+    "azure-2023": "azure",
+    "azure-2024": "azure",
+    "azure-lmm": "azure",
+    "sarathi": "vidur",
+}
+# Keys of data sets that hold text, not lengths.
+TEXTS = {"conversations", "conversation", "messages", "prompt", "prompts", "text_input", "payload", "texts"}
+MAGIC = {
+    b"PAR1": "a Parquet file",
+    b"PK\x03\x04": "a zip archive",
+    b"\x28\xb5\x2f\xfd": "zstd data",
+    b"BZh": "bzip2 data",
+    b"\xfd7zXZ": "xz data",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+    b"SQLite": "a database",
+}
+MAX_PROBLEMS = 1000
 
 
 def format_names() -> list[str]:
-    return [*JSONL_FORMATS, *CSV_FORMATS, *ALIASES]
+    return [*FORMATS, *ALIASES]
 
 
-def read_trace(path: str, format: str | None = None) -> Trace:
+def read_trace(path: str, format: str | None = None, problems: list[str] | None = None) -> Trace:
     """Read a trace in any known format, plain or gzipped; ``-`` is stdin.
 
     ``format`` forces a reader. Raises InputError: one line with file, line, field, what was found and what
-    would do.
+    would do. With ``problems`` a bad row is described there (up to a thousand) and left out instead.
     """
     wanted = _wanted(format)
-    name = "stdin" if path == "-" else path
-    raw = _read_bytes(path, name)
-    lines = _lines(raw, name)
-    first = next(((k, line) for k, line in enumerate(lines, 1) if line.strip()), None)
-    if first is None:
-        raise InputError(f"{name} is empty; must hold requests, one a line.")
+    name = "stdin" if path == "-" else harmless(path)
+    hint = "" if path == "-" else f"\n  All bad rows: kvplan trace inspect {name}"
+    digest = hashlib.sha256()
     columns = Columns(name)
-    if first[1].lstrip().startswith(("{", "[")):
-        found, add = _jsonl_format(wanted, name, *first)
-        for k, line in enumerate(lines, 1):
-            if line.strip():
-                place = Place(name, k)
-                add(columns, place, _object(place, line))
-    else:
-        found, add = _csv_format(wanted, name, *first)
-        for place, row in _csv_rows(name, lines, first[0]):
-            add(columns, place, row)
-    if not columns.ids:
+    with _open(path, name) as stream:
+        lines = _lines(stream, name, digest)
+        first = next(((k, line) for k, line in lines if line.strip()), None)
+        if first is None:
+            raise InputError(f"{name} is empty; must hold requests, one a line.")
+        if first[1].lstrip()[:1] in (b"{", b"["):
+            found, rows = _json_rows(wanted, name, first, lines)
+        else:
+            found, rows = _csv_rows(wanted, name, first, lines)
+        add = FORMATS[found].reader(columns)
+        place = Place(name)
+        try:
+            for line, read in rows:
+                place.line = line
+                try:
+                    add(place, read())
+                except InputError as error:
+                    if problems is None:
+                        raise InputError(f"{error}{hint}") from None
+                    columns.drop_pending()
+                    problems.append(str(error))
+                    if len(problems) >= MAX_PROBLEMS:
+                        break
+        except OverflowError:
+            raise InputError(f"{name}:{place.line}: ids too large in sum; must fit into 62 bits.") from None
+    if not columns.lines and not problems:
         raise InputError(f"{name} holds no requests, only a header.")
-    kind = "constructed" if b'"constructed"' in raw[:4096] else "recorded"
-    return columns.trace(Provenance(kind, Path(name).name, found, hashlib.sha256(raw).hexdigest()))
+    kind = "constructed" if columns.constructed else "recorded"
+    source = name if path == "-" else harmless(Path(path).name)
+    return columns.trace(Provenance(kind, source, found, digest.hexdigest(), columns.seed))
 
 
 def _wanted(format: str | None) -> str | None:
     if format is None:
         return None
     wanted = ALIASES.get(format, format)
-    if wanted not in JSONL_FORMATS and wanted not in CSV_FORMATS:
-        raise InputError(f"--trace-format is {format!r}; must be one of {', '.join(format_names())}.")
+    if wanted not in FORMATS:
+        raise InputError(f"--trace-format is {shown(format)}; must be one of {', '.join(format_names())}.")
     return wanted
 
 
-def _read_bytes(path: str, name: str) -> bytes:
-    try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"TRACE {path!r} does not exist.") from None
-    except IsADirectoryError:
-        raise InputError(f"TRACE {path!r} is a folder; name a file in it.") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"TRACE {path!r} cannot be read: {error}.") from None
-    if raw[:2] == b"\x1f\x8b":
+# ---------------------------------------------------------------------------------------- bytes and lines
+
+
+@contextmanager
+def _open(path: str, name: str) -> Iterator[BinaryIO]:
+    """The file's bytes, unzipped; stdin is left open."""
+    with ExitStack() as opened:
         try:
-            return gzip.decompress(raw)
-        except (EOFError, OSError, zlib.error):
-            raise InputError(f"{name}: the gzip stream is cut short or damaged; fetch the file again.") from None
-    return raw
+            if path == "-":
+                raw = sys.stdin.buffer
+                stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
+            else:
+                stream = opened.enter_context(open(path, "rb"))
+            head = stream.peek(8)[:8]
+        except FileNotFoundError:
+            raise InputError(f"TRACE '{name}' does not exist.") from None
+        except IsADirectoryError:
+            raise InputError(f"TRACE '{name}' is a folder; name a file in it.") from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"TRACE '{name}' cannot be read: {error}.") from None
+        for magic, what in MAGIC.items():
+            if head.startswith(magic):
+                raise InputError(f"{name} is {what}; must be JSONL or CSV in UTF-8, plain or gzipped.")
+        yield gzip.open(stream) if head[:2] == b"\x1f\x8b" else stream  # type: ignore[misc]
 
 
-def _lines(raw: bytes, name: str) -> list[str]:
-    """Text lines; a byte order mark and CRLF are fine, other encodings than UTF-8 are not."""
+def _lines(stream: Iterable[bytes], name: str, digest: Any) -> Iterator[Line]:
+    """Numbered lines; a byte order mark at the start is dropped. The digest sees the unzipped bytes."""
+    number = 0
     try:
-        return raw.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        byte = raw[error.start]
-        raise InputError(f"{name}:{line}: byte 0x{byte:02x} is not UTF-8 text; must be JSONL or CSV.") from None
-
-
-def _object(place: Place, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        what = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        for number, line in enumerate(stream, 1):
+            digest.update(line)
+            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    except (EOFError, OSError, zlib.error):
         raise InputError(
-            f"{place.file}:{place.line}: not a JSON object ({what}); must be one whole object a line."
+            f"{name}:{number + 1}: the gzip stream is cut short or damaged here; fetch the file again."
+        ) from None
+
+
+def _text(name: str, number: int, line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise InputError(
+            f"{name}:{number}: byte 0x{byte:02x} is not UTF-8 text; must be JSONL or CSV."
+        ) from None
+
+
+# ---------------------------------------------------------------------------------------------------- JSON
+
+
+def _object(name: str, number: int, line: bytes) -> dict[str, Any]:
+    text = _text(name, number, line)
+    try:
+        row = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        what = (
+            f"{error.msg} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else "nested too deeply"
+        )
+        raise InputError(
+            f"{name}:{number}: not a JSON object ({what}); must be one whole object a line."
         ) from None
     except ValueError:  # an integer of more digits than Python converts
-        raise InputError(f"{place.file}:{place.line}: a number has thousands of digits; must be a size.") from None
-    if not isinstance(row, dict):
-        raise InputError(f"{place.file}:{place.line}: found {type(row).__name__}; must be one JSON object a line.")
+        raise InputError(f"{name}:{number}: a number has thousands of digits; must be a size.") from None
+    if type(row) is not dict:
+        raise InputError(f"{name}:{number}: found {shown(row)}; must be one JSON object a line.")
     return row
 
 
-def _jsonl_format(wanted: str | None, name: str, number: int, line: str) -> tuple[str, AddRow]:
-    if wanted is not None:
-        if wanted not in JSONL_FORMATS:
-            raise InputError(f"{name}:{number}: found JSON; --trace-format {wanted} is a CSV format.")
-        return wanted, JSONL_FORMATS[wanted][1]
-    row = _object(Place(name, number), line)
-    # The format whose keys are best met, so that one key that is missing is named, not the whole format.
-    best = max(JSONL_FORMATS, key=lambda f: sum(key in row for key in JSONL_FORMATS[f][0]))
-    keys, add = JSONL_FORMATS[best]
-    if sum(key in row for key in keys) * 2 < len(keys):
+Rows = Iterator[tuple[int, Callable[[], dict[str, Any]]]]
+
+
+def _json_rows(wanted: str | None, name: str, first: Line, lines: Iterator[Line]) -> tuple[str, Rows]:
+    """The format, and each row's line with a function that parses it (so that its error is its own)."""
+    try:
+        row = _object(name, *first)
+    except InputError:
+        document = _document(name, first, lines)
+        row, lines = document, iter(())
+        first = (first[0], json.dumps(document).encode())
+    found = wanted or _json_format(name, first[0], row)
+    if found not in JSONL_FORMATS:
+        raise InputError(f"{name}:{first[0]}: found JSON; --trace-format {found} is a CSV format.")
+
+    def rows() -> Rows:
+        yield first[0], lambda: row
+        for number, line in lines:
+            if line.strip():
+                yield number, lambda number=number, line=line: _object(name, number, line)  # type: ignore[misc]
+
+    return found, rows()
+
+
+def _document(name: str, first: Line, lines: Iterator[Line]) -> dict[str, Any]:
+    """A file that is one JSON value over many lines. Raises the first line's error if it is not that."""
+    wrong = InputError("")
+    try:
+        _object(name, *first)
+    except InputError as error:
+        wrong = error
+    head = first[1].strip()
+    if head not in (b"{", b"[", b"[{") and not head.startswith(b"["):
+        # One line of JSONL that is torn: the rest of the file cannot mend it.
+        raise wrong
+    try:
+        value = json.loads(_text(name, first[0], first[1] + b"".join(line for _, line in lines)))
+    except (ValueError, RecursionError):
+        raise wrong from None
+    if type(value) is list and value and type(value[0]) is dict:
+        if set(value[0]) & TEXTS:
+            raise _text_only(name, first[0], value[0])
         raise InputError(
-            f"{name}:{number}: keys {', '.join(list(row)[:6]) or 'none'} are of no format known; "
-            f"must be one of {', '.join(format_names())}."
+            f"{name}:{first[0]}: found a JSON list; must be one object a line (jq -c '.[]' makes that)."
         )
-    return best, add
+    if type(value) is not dict:
+        raise wrong
+    return value
 
 
-def _csv_format(wanted: str | None, name: str, number: int, line: str) -> tuple[str, AddRow]:
-    header = [cell.strip() for cell in next(csv.reader([line.rstrip("\r")]), [])]
-    for found, (needed, add) in CSV_FORMATS.items():
-        if wanted in (None, found) and all(column in header for column in needed):
-            return found, add
-    shown = ", ".join(cell[:20] for cell in header[:6])
+def _json_format(name: str, number: int, row: dict[str, Any]) -> str:
+    if type(row.get("hash_ids")) is dict:
+        return "rag"
+    for found, known in JSONL_FORMATS.items():
+        if any(key in row for key in known.marks):
+            return found
+    if set(row) & TEXTS:
+        raise _text_only(name, number, row)
+    keys = shown(Phrase(", ".join(harmless(key) for key in list(row)[:6]) or "none"))
     raise InputError(
-        f"{name}:{number}: columns {shown} are of no format known; must be one of {', '.join(format_names())}."
+        f"{name}:{number}: keys {keys} are of no format known; must be one of {', '.join(format_names())}.\n"
+        "  Our own: timestamp (ms), input_length, output_length, one object a line."
     )
 
 
-def _csv_rows(name: str, lines: list[str], header_at: int) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Rows as dicts; the last line may lack its newline, but not cells."""
-    header = [cell.strip() for cell in next(csv.reader([lines[header_at - 1].rstrip("\r")]))]
-    for k, line in enumerate(lines[header_at:], header_at + 1):
-        if not line.strip():
-            continue
-        try:
-            cells = next(csv.reader([line.rstrip("\r")], strict=True))
-        except csv.Error as error:
-            raise InputError(f"{name}:{k}: not a CSV row ({error}); must be {len(header)} cells.") from None
-        if len(cells) != len(header):
-            raise InputError(f"{name}:{k}: {len(cells)} cells; must be {len(header)}: {', '.join(header)}.")
-        yield Place(name, k), dict(zip(header, cells, strict=True))
+def _text_only(name: str, number: int, row: dict[str, Any]) -> InputError:
+    key = next(key for key in row if key in TEXTS)
+    return InputError(
+        f"{name}:{number}: found text ({key}) no token counts; must have input_length and output_length.\n"
+        "  Count with the model's tokenizer and write one object a line; kvplan brings no tokenizer."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- CSV
+
+
+def _cells(name: str, number: int, text: str) -> list[str]:
+    if '"' not in text:
+        return text.rstrip("\r\n").split(",")
+    try:
+        return next(csv.reader([text.rstrip("\r\n")], strict=True))
+    except (csv.Error, StopIteration) as error:
+        raise InputError(
+            f"{name}:{number}: not a CSV row ({error}); must be cells split by commas."
+        ) from None
+
+
+def _csv_rows(wanted: str | None, name: str, first: Line, lines: Iterator[Line]) -> tuple[str, Rows]:
+    header = [cell.strip() for cell in _cells(name, first[0], _text(name, *first))]
+    found = _csv_format(wanted, name, first[0], header)
+    # Only the columns that a reader knows are looked at; the number of cells is checked all the same.
+    width = len(header)
+    if len(set(header)) < width:
+        twice = next(cell for cell in header if header.count(cell) > 1)
+        raise InputError(f"{name}:{first[0]}: column {shown(twice)} stands twice; must be there once.")
+
+    def row(number: int, line: bytes) -> dict[str, str]:
+        cells = _cells(name, number, _text(name, number, line))
+        if len(cells) != width:
+            raise InputError(f"{name}:{number}: {len(cells)} cells; must be {width}: {', '.join(header)}.")
+        return dict(zip(header, cells, strict=True))
+
+    def rows() -> Rows:
+        for number, line in lines:
+            if not line.isspace():
+                yield number, lambda number=number, line=line: row(number, line)  # type: ignore[misc]
+
+    return found, rows()
+
+
+def _csv_format(wanted: str | None, name: str, number: int, header: list[str]) -> str:
+    candidates = CSV_FORMATS if wanted is None else {wanted: FORMATS[wanted]}
+    if wanted in JSONL_FORMATS:
+        raise InputError(f"{name}:{number}: found no JSON; --trace-format {wanted} is a JSON format.")
+    for found, known in candidates.items():
+        if all(column in header for column in known.marks):
+            return found
+    best = max(candidates, key=lambda found: sum(column in header for column in candidates[found].marks))
+    marks = candidates[best].marks
+    missing = [column for column in marks if column not in header]
+    if wanted is not None or len(missing) * 2 <= len(marks):
+        raise InputError(
+            f"{name}:{number}: column {missing[0]} is missing; must be there in {FORMATS[best].title}."
+        )
+    for mark, delimiter in ((";", "';'"), ("\t", "a tab"), ("|", "'|'")):
+        split = [cell.strip() for cell in itertools.chain.from_iterable(cell.split(mark) for cell in header)]
+        if any(all(column in split for column in known.marks) for known in CSV_FORMATS.values()):
+            raise InputError(f"{name}:{number}: columns are split by {delimiter}; must be split by commas.")
+    columns = shown(Phrase(", ".join(harmless(cell[:20]) for cell in header[:6])))
+    raise InputError(
+        f"{name}:{number}: columns {columns} are of no format known; "
+        f"must be one of {', '.join(format_names())}."
+    )
