@@ -32,7 +32,7 @@ lint: $(READY)  ## Style and types
 	$(BIN)/mypy
 
 bench-sim: $(READY)  ## Speed of the scheduler and simulator, as ratios
-	$(BIN)/python -m kvplan.bench.sim_speed
+	$(BIN)/python tests/sim_speed.py $(ARGS)
 
 bench-start: $(READY)  ## Time of `kvplan --help` and `estimate` beside a Typer program of three commands
 	$(BIN)/python tests/start_time.py
