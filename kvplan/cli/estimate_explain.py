@@ -40,17 +40,33 @@ def _pool_steps(e: Estimate, steps: Steps) -> int | None:
         return steps.add("KV pool, as given", _gib(e.available_kv_bytes), "flag")
     total = steps.add("what the driver reports", _gib(b.total_bytes), "catalogue")
     given = engine.settings.gpu_memory_utilization is not None
-    budget = steps.add(
-        f"budget     ({total}) x {engine.gpu_memory_utilization:g}",
-        _gib(b.budget_bytes),
-        "flag" if given else "default",
+    budget = (
+        0
+        if engine.settings.engine == "tensorrt-llm"
+        else steps.add(
+            f"budget     ({total}) x {engine.gpu_memory_utilization:g}",
+            _gib(b.budget_bytes),
+            "flag" if given else "default",
+        )
     )
     weights = steps.add(f"weights    {b.weights.formula}", _gib(b.weights.bytes), b.weights.source)
     activation = steps.add(
-        f"activation {b.activation.formula}", _gib(b.activation.bytes), b.activation.source
+        f"activation {b.activation.formula or b.activation.why}",
+        _gib(b.activation.bytes),
+        b.activation.source,
     )
-    other = steps.add(f"non-torch  {b.non_torch.formula}", _gib(b.non_torch.bytes), b.non_torch.source)
-    graphs = steps.add(f"graphs     {b.cuda_graphs.formula}", _gib(b.cuda_graphs.bytes), b.cuda_graphs.source)
+    other = steps.add(
+        f"non-torch  {b.non_torch.formula or b.non_torch.why}", _gib(b.non_torch.bytes), b.non_torch.source
+    )
+    graphs = steps.add(
+        f"graphs     {b.cuda_graphs.formula or b.cuda_graphs.why}",
+        _gib(b.cuda_graphs.bytes),
+        b.cuda_graphs.source,
+    )
+    if engine.settings.engine == "tensorrt-llm":
+        free = f"(({total}) - ({weights}) - ({activation}))"
+        text = f"KV pool    {free} x {engine.gpu_memory_utilization:g}"
+        return steps.add(text, _gib(e.available_kv_bytes), f"± {b.band_bytes / GIB:.2f}")
     return steps.add(
         f"KV pool    ({budget}) - ({weights}) - ({activation}) - ({other}) - ({graphs})",
         _gib(e.available_kv_bytes),
@@ -167,9 +183,13 @@ def _count_steps(e: Estimate, steps: Steps, pool: int | None, block: int, per_re
     if pool is None:
         return
     layout, length = e.layout, e.engine.max_model_len
-    blocks = steps.add(f"blocks     floor(({pool}) / ({block}))", count(e.num_gpu_blocks), "1 stays empty")
+    blocks = steps.add(
+        f"blocks     floor(({pool}) / ({block}))",
+        count(e.num_gpu_blocks),
+        "1 stays empty" if layout.null_block_counts else "whole blocks",
+    )
     requests = steps.add(
-        f"requests   ({blocks}) / ({per_request})", fixed(e.max_concurrency), "vLLM's figure"
+        f"requests   ({blocks}) / ({per_request})", fixed(e.max_concurrency), "the engine's figure"
     )
     if layout.derived_tokens:
         text, source = f"tokens     floor(({requests}) x {length:,})", "vLLM >= 0.21"
@@ -177,7 +197,7 @@ def _count_steps(e: Estimate, steps: Steps, pool: int | None, block: int, per_re
         smallest = min(group.block_size for group in layout.groups)
         shards = f" x DCP {layout.context_shards}" if layout.context_shards > 1 else ""
         text = f"tokens     floor(({blocks}) / {len(layout.groups)} groups) x {smallest}{shards}"
-        source = "vLLM <= 0.20"
+        source = "vLLM <= 0.20" if e.engine.settings.engine == "vllm" else "the engine's line"
     steps.add(text, count(e.kv_cache_tokens), source)
 
 

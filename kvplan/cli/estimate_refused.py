@@ -30,7 +30,8 @@ def _need_table(e: Estimate, term: Terminal) -> str:
     one = layout.startup_bytes(length)
     own = " (the model's own maximum)" if length == e.model.max_position_embeddings else ""
     if layout.is_uniform:
-        request_why = f"{count(length)} tokens{own} x {byte_size(layout.bytes_per_token)}"
+        null = " + null block" if layout.null_block_counts else ""
+        request_why = f"{count(length)} tokens{own} x {byte_size(layout.bytes_per_token)}{null}"
     else:
         request_why = f"{count(layout.blocks_per_request(length))} blocks at {count(length)} tokens{own}"
     rows: list[tuple[str, float, str]] = []
@@ -49,7 +50,7 @@ def _need_table(e: Estimate, term: Terminal) -> str:
             (
                 "budget",
                 -b.budget_bytes,
-                f"{b.total_bytes / GIB:.2f} x gpu_memory_utilization {e.engine.gpu_memory_utilization:.2f}",
+                _budget_why(e),
             )
         )
     else:
@@ -62,6 +63,13 @@ def _need_table(e: Estimate, term: Terminal) -> str:
     body.append(["short by" if is_short else "spare", total.removeprefix("-"), why if is_short else ""])
     columns = [Column("need", "left"), Column("GiB"), Column("why", "left", shrinks=True, min_width=20)]
     return render.table(columns, body, term)
+
+
+def _budget_why(e: Estimate) -> str:
+    fraction, name = e.engine.gpu_memory_utilization, e.engine.facts.fraction_name
+    if e.engine.settings.engine == "tensorrt-llm":
+        return f"{e.gpu.total_gib:.2f} less {1 - fraction:.2g} of what is free"
+    return f"{e.gpu.total_gib:.2f} x {name} {fraction:.2f}"
 
 
 def _fix_table(enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> str:

@@ -59,7 +59,7 @@ def subject(e: Estimate) -> str:
     )
     split = ", ".join(f"{name} {n}" for name, n in sizes if n > 1)
     where = f"{e.engine.ranks} x {e.gpu.name}" + (f" ({split})" if split else "")
-    return f"{render.escape(short_name(e.model.name))} on {where}, vLLM {s.engine_version}"
+    return f"{render.escape(short_name(e.model.name))} on {where}, {e.engine.label}"
 
 
 def short_name(name: str) -> str:
@@ -129,6 +129,8 @@ def assumed(e: Estimate, notes: Sequence[str], term: Terminal) -> list[str]:
 def blocks_in_words(e: Estimate) -> str:
     """'13,559 blocks of 16 tokens, 2.50 MiB each'."""
     layout = e.layout
+    if layout.block_size == 1:
+        return f"{count(e.num_gpu_blocks)} tokens, {byte_size(layout.bytes_per_block)} each"
     return (
         f"{count(e.num_gpu_blocks)} blocks of {count(layout.block_size)} tokens, "
         f"{byte_size(layout.bytes_per_block)} each"
@@ -151,7 +153,7 @@ def _budget_table(e: Estimate, term: Terminal) -> list[str]:
             marks[4],
             "outside budget",
             outside,
-            f"1 - gpu_memory_utilization {e.engine.gpu_memory_utilization:.2f}",
+            _outside_why(e),
         ),
     ]
     sizes = [size for _, _, size, _ in rows]
@@ -176,6 +178,13 @@ def _budget_table(e: Estimate, term: Terminal) -> list[str]:
         term,
     )
     return [f"  {bar}", render.table(columns, body, term)]
+
+
+def _outside_why(e: Estimate) -> str:
+    fraction = e.engine.gpu_memory_utilization
+    if e.engine.settings.engine == "tensorrt-llm":
+        return f"1 - {e.engine.facts.fraction_name} {fraction:g}"
+    return f"1 - {e.engine.facts.fraction_name} {fraction:.{2 if round(fraction, 2) == fraction else 3}f}"
 
 
 def _budget_bar(e: Estimate, term: Terminal) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from kvplan.errors import InputError
-from kvplan.spec.engine import NEWEST_VLLM, EngineSettings
+from kvplan.spec.engine import ENGINES, NEWEST_VLLM, EngineSettings
 from kvplan.spec.gpu import GIB, GPU
 from kvplan.spec.model import Layer, LayerKind, ModelSpec
 
@@ -89,7 +89,7 @@ KV_DTYPES = (
 )  # fmt: skip
 
 ENGINE_FLAGS: tuple[Flag | Switch, ...] = (
-    Flag("engine", str, "Serving engine", choices=("vllm",)),
+    Flag("engine", str, "Serving engine", choices=tuple(ENGINES)),
     Flag("engine_version", str, f"Its version [{NEWEST_VLLM}]"),
     Flag("tensor_parallel_size", int, "Ranks that split each layer", high=1024, short="-tp"),
     Flag("pipeline_parallel_size", int, "Stages that split the layers", high=1024, short="-pp"),

@@ -72,6 +72,10 @@ def stage_budget(model: ModelSpec, gpu: GPU, engine: Resolved, weights: Term, st
 
     Raises `InputError` for engine V0 (before 0.9), whose profile run is not modelled.
     """
+    if engine.settings.engine == "sglang":
+        return _sglang_budget(gpu, engine, weights, stage)
+    if engine.settings.engine == "tensorrt-llm":
+        return _tensorrt_budget(gpu, engine, weights, stage)
     if parse_version(engine.settings.engine_version) < KNOWN_VLLM[0]:
         raise InputError(
             f"--engine-version {engine.settings.engine_version} is engine V0, whose memory profile is not "
@@ -96,6 +100,54 @@ def stage_budget(model: ModelSpec, gpu: GPU, engine: Resolved, weights: Term, st
         graphs_outside_bytes=outside,
         band_bytes=band,
         notes=tuple(notes),
+    )
+
+
+def _sglang_budget(gpu: GPU, engine: Resolved, weights: Term, stage: int) -> Budget:
+    """pool = mem_fraction_static x (total - non-torch) - weights; all else uses the rest (BUDGET 10)."""
+    fraction = engine.gpu_memory_utilization
+    outside_torch = non_torch(gpu, engine)
+    budget = int(gpu.total_bytes * fraction)
+    share = Term(
+        int(outside_torch.bytes * fraction),
+        f"{outside_torch.why}, x {fraction:g}",
+        outside_torch.source,
+        f"({outside_torch.formula}) x {fraction:g}",
+    )
+    rest = Term(0, f"outside the budget, in {1 - fraction:.3f} of the GPU", "rule")
+    return Budget(
+        stage=stage,
+        total_bytes=gpu.total_bytes,
+        budget_bytes=budget,
+        weights=weights,
+        activation=rest,
+        non_torch=share,
+        cuda_graphs=rest,
+        graphs_outside_bytes=0,
+        band_bytes=int(0.025 * budget),
+        notes=("SGLang's pool is checked against one log from end to end",),
+    )
+
+
+TENSORRT_ENGINE_BYTES = int(2.5 * GIB)  # beside weights before the pool is cut; 2 to 3 GiB in two logs
+
+
+def _tensorrt_budget(gpu: GPU, engine: Resolved, weights: Term, stage: int) -> Budget:
+    """pool = free_gpu_memory_fraction x (total - weights - 2.5 GiB) (BUDGET 10)."""
+    fraction = engine.gpu_memory_utilization
+    free = max(0, gpu.total_bytes - weights.bytes - TENSORRT_ENGINE_BYTES)
+    none = Term(0, "in the engine's 2.5 GiB", "logs")
+    return Budget(
+        stage=stage,
+        total_bytes=gpu.total_bytes,
+        budget_bytes=gpu.total_bytes - int(free * (1 - fraction)),
+        weights=weights,
+        activation=Term(TENSORRT_ENGINE_BYTES, "all but weights and KV: 2 to 3 GiB", "logs"),
+        non_torch=none,
+        cuda_graphs=none,
+        graphs_outside_bytes=0,
+        band_bytes=int(0.5 * GIB),
+        notes=("TensorRT-LLM's free memory is known from two logs",),
     )
 
 

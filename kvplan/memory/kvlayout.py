@@ -193,6 +193,8 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
     pages = [_layer_page(layer, engine, said) for layer in _layers_with_kv(model, engine, said)]
     if all(page is None for page in pages):
         raise InputError(f"{model.name} keeps no KV cache: no layer of it has attention or state.")
+    if engine.settings.engine != "vllm":
+        _refuse_hybrid(model, engine, pages)
     pages = _manager_off(pages, engine)
     state_blocks = _state_blocks(engine)
     pages = _raise_block_size(pages, engine, said)
@@ -238,8 +240,8 @@ def kv_layout(model: ModelSpec, engine: Resolved) -> KVLayout:
         in_flight_tokens=engine.max_in_flight_tokens,
         max_model_len=engine.max_model_len,
         context_shards=engine.settings.decode_context_parallel_size,
-        derived_tokens=engine.version >= (0, 21),
-        null_block_counts=engine.version >= (0, 26),
+        derived_tokens=engine.settings.engine == "vllm" and engine.version >= (0, 21),
+        null_block_counts=engine.settings.engine == "vllm" and engine.version >= (0, 26),
         startup_block_bytes=(sum if engine.version < (0, 17) else max)(stage_block_bytes),
         stage_states=tuple(_exact_state(layers[low:high], engine) for low, high in stages),
         deciding_stage=stage_block_bytes.index(max(stage_block_bytes)),
@@ -285,6 +287,16 @@ def _page(pages: Sequence[LayerPage | None], i: int) -> LayerPage:
     page = pages[i]
     assert page is not None
     return page
+
+
+def _refuse_hybrid(model: ModelSpec, engine: Resolved, pages: Sequence[LayerPage | None]) -> None:
+    """SGLang and TensorRT-LLM keep windows and states in pools of their own; their split is not known."""
+    others = {p.kind.value for p in pages if p and p.kind not in (LayerKind.FULL, LayerKind.MLA)}
+    if others:
+        raise InputError(
+            f"--engine {engine.settings.engine}: {model.name} has {' and '.join(sorted(others))} layers, "
+            f"which {engine.facts.label} keeps in a pool of their own; its size is not modelled."
+        )
 
 
 def _manager_off(pages: list[LayerPage | None], engine: Resolved) -> list[LayerPage | None]:
