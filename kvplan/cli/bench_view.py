@@ -69,7 +69,7 @@ def _answer(rows: Sequence[Row], term: Terminal) -> str:
         best = f"{found.best[0]} to {found.best[-1]}"
     figure = f"{_percent(max(found.shares.values()))} of the read ceiling"
     if found.setups > 1:
-        figure += f", median of {found.setups} set-ups"
+        figure += f", median of {found.setups}"
     others = [block for block in found.shares if block not in found.best]
     if others:
         worst = min(others, key=lambda block: found.shares[block])
@@ -188,9 +188,11 @@ def _check(row: Row, with_error: bool) -> str:
     words = {"failed": "WRONG", "error": "error", "skipped": "skipped"}
     if row["status"] != "ok":
         return words[row["status"]]
+    if not with_error:
+        return "ok"
     if row["role"] == "baseline" and not row["backend"].endswith("one block a row"):
         return "baseline"
-    return f"{_error(row['max_error'])} ok" if with_error else "ok"
+    return f"{_error(row['max_error'])} ok"
 
 
 def _error(error: float) -> str:

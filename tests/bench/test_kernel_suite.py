@@ -141,7 +141,7 @@ def test_a_right_kernel_gets_figures_that_follow_from_its_median(device: Device)
 
 
 def test_baselines_always_run_and_are_checked_too(device: Device) -> None:
-    """Issue 6: contiguous SDPA, gather + SDPA, our kernel with one block a sequence; checked like a kernel."""
+    """Issue 6: contiguous SDPA, gather + SDPA, our kernel with one block a sequence; all are checked."""
     chosen = backends.choose(["numba"], "cpu")
     for lengths in ("equal", "lognormal"):
         for kv_dtype in ("float32", "bfloat16", "float8_e4m3fn"):

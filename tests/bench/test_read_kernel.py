@@ -27,9 +27,9 @@ from triton.compiler import ASTSource
 from kvplan.bench.read_kernel import TILE, TILES_PER_PROGRAM, read_kernel
 source = ASTSource(
     fn=read_kernel,
-    signature={"source": "*fp32", "sums": "*fp32", "n_elements": "i32", "TILE": "constexpr", "TILES": "constexpr"},
+    signature=dict(source="*fp32", sums="*fp32", n_elements="i32", TILE="constexpr", TILES="constexpr"),
     constexprs={"TILE": TILE, "TILES": TILES_PER_PROGRAM},
-    attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]], (2,): [["tt.divisibility", 16]]},
+    attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
 )
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
 print(ptx.count("ld.global.v4"), ptx.count("ld.global"))

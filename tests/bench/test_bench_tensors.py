@@ -1,4 +1,4 @@
-"""The poisoned layout: all that a kernel may read is right, all that it may not read is NaN or far outside."""
+"""The poisoned layout: what a kernel may read is right, what it may not read is NaN or far outside."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_presets_have_no_cell_twice_and_whole_groups(name: str, kind: str) -> No
 
 
 def test_presets_grow_and_standard_has_the_axes_of_the_kernel_notes() -> None:
-    """KERNELS.md section 4: lengths, group, head dim, dtype and table order are swept besides batch x context."""
+    """KERNELS.md section 4: lengths, group, head dim, dtype and table order besides batch x context."""
     for kind in ("cpu", "cuda"):
         quick, standard, full = (preset(name, kind) for name in ("quick", "standard", "full"))
         assert len(quick.shapes) == 1 < len(standard.shapes) < len(full.shapes)
