@@ -86,47 +86,67 @@ def fit_time(simulate_end: Callable[[float], Any], measured_end_s: Any, arrival_
     return float(np.exp(x1))
 
 
-def fit_run(
-    measured: Measured,
-    rules: Rules,
+def fit_runs(
+    runs: Sequence[tuple[Measured, Rules]],
     clock: Callable[[Calibration], Clock],
     names: Sequence[str] = ("time",),
     start: Calibration | None = None,
 ) -> Fit:
-    """Fit ``names`` to one measured run and judge on the requests that arrived last (one third).
+    """Fit ``names`` to measured runs of one set-up and judge on each run's last third of arrivals.
 
-    ``clock`` builds the clock of a calibration (`clock_for` with its model, GPU and settings). Raises
-    `InputError` for an unknown factor or a run without latencies.
+    ``clock`` builds the clock of a calibration (`clock_for` with its model, GPU and settings); each run has
+    the rules of its own closed loop or none. Raises `InputError` for an unknown factor or no latencies.
     """
     unknown = [name for name in names if name not in PRIOR_SD]
     if unknown:
         raise InputError(f"factor '{unknown[0]}' is unknown; use one of {', '.join(PRIOR_SD)}.")
-    n = len(measured.trace)
-    order = np.argsort(measured.trace.arrival_s, kind="stable")
-    seen, held = order[1 : max(2, 2 * n // 3)], order[max(2, 2 * n // 3) :]  # the first is a cold start
-    targets = {id(rows): measured.figures(measured.ttft_s, measured.tpot_s, rows) for rows in (seen, held)}
-    if not len(targets[id(seen)]):
-        raise InputError(f"{measured.source}: no request has a time to first token or per output token.")
-    runs = 0
+    cases = [_Case(measured, rules, *_thirds(measured)) for measured, rules in runs]
+    evaluations = 0
 
-    def ratios(calibration: Calibration, rows: NDArray[np.intp]) -> Array:
-        nonlocal runs
-        runs += 1
-        times = request_times(simulate(measured.trace, rules, clock(calibration)))
-        simulated = measured.figures(
-            np.where(np.isnan(measured.ttft_s), np.nan, times.ttft_s),
-            np.where(np.isnan(measured.tpot_s), np.nan, times.tpot_s),
-            rows,
-        )
-        return np.asarray(np.log(simulated / targets[id(rows)]))
+    def ratios(calibration: Calibration, held: bool) -> Array:
+        nonlocal evaluations
+        evaluations += 1
+        made = clock(calibration)
+        return np.concatenate([case.ratios(made, held) for case in cases])
 
     first = start or Calibration()
-    found = minimise(lambda c: ratios(c, seen), first, names)
+    found = minimise(lambda c: ratios(c, False), first, names)
 
-    def error(calibration: Calibration, rows: NDArray[np.intp]) -> float:
-        return float(np.mean(np.abs(np.expm1(ratios(calibration, rows))))) if len(rows) else float("nan")
+    def error(calibration: Calibration, held: bool) -> float:
+        r = ratios(calibration, held)
+        return float(np.mean(np.abs(np.expm1(r)))) if len(r) else float("nan")
 
-    return Fit(found, error(first, seen), error(found, seen), error(first, held), error(found, held), runs)
+    return Fit(
+        found, error(first, False), error(found, False), error(first, True), error(found, True), evaluations
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    measured: Measured
+    rules: Rules
+    seen: NDArray[np.intp]
+    held: NDArray[np.intp]
+
+    def ratios(self, clock: Clock, held: bool) -> Array:
+        """log(simulated / measured) of the figures that are known."""
+        m, rows = self.measured, self.held if held else self.seen
+        times = request_times(simulate(m.trace, self.rules, clock))
+        simulated = m.figures(
+            np.where(np.isnan(m.ttft_s), np.nan, times.ttft_s),
+            np.where(np.isnan(m.tpot_s), np.nan, times.tpot_s),
+            rows,
+        )
+        return np.asarray(np.log(simulated / m.figures(m.ttft_s, m.tpot_s, rows)))
+
+
+def _thirds(measured: Measured) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows to fit on and rows to judge on, by arrival; the very first, a cold start, is in neither."""
+    order = np.argsort(measured.trace.arrival_s, kind="stable")
+    cut = max(2, 2 * len(order) // 3)
+    if not len(measured.figures(measured.ttft_s, measured.tpot_s, order[1:cut])):
+        raise InputError(f"{measured.source}: no request has a time to first token or per output token.")
+    return order[1:cut], order[cut:]
 
 
 def minimise(

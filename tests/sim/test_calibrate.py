@@ -10,7 +10,7 @@ import pytest
 
 from kvplan.bench.recorded_run import compare, read_recorded, simulate_recorded
 from kvplan.errors import InputError
-from kvplan.sim.calibrate import Fit, Measured, fit_run, fit_time, load, save
+from kvplan.sim.calibrate import Fit, Measured, fit_runs, fit_time, load, save
 from kvplan.sim.measured import read_measured
 from kvplan.sim.rules import rules_for
 from kvplan.sim.run import simulate
@@ -43,7 +43,7 @@ def made_run(truth: Calibration, rate: float = 12.0) -> Measured:
 
 def test_one_factor_is_found_again():
     """Given a machine 20 % slower in everything; expected: time = 1.2 and errors near zero, held out too."""
-    fit = fit_run(made_run(Calibration(time=1.2)), RULES, clock, ("time",))
+    fit = fit_runs([(made_run(Calibration(time=1.2)), RULES)], clock, ("time",))
     assert fit.calibration.time == pytest.approx(1.2, rel=0.02)
     assert fit.before > 0.1
     assert fit.after < 0.02
@@ -51,9 +51,11 @@ def test_one_factor_is_found_again():
 
 
 def test_two_factors_bring_the_error_down_and_stay_near_their_priors():
-    """Factors of one run trade against each other: latencies are met, the factors only roughly."""
+    """Two loads of one machine: latencies are met; the factors, which trade with each other, only roughly."""
     truth = Calibration(weights=0.85, flops=0.8)
-    fit = fit_run(made_run(truth), RULES, clock, ("weights", "flops"))
+    fit = fit_runs(
+        [(made_run(truth), RULES), (made_run(truth, rate=2.0), RULES)], clock, ("weights", "flops")
+    )
     assert fit.after < 0.03 < fit.before
     assert 0.7 < fit.calibration.weights < 1.0
     assert 0.6 < fit.calibration.flops < 1.0
@@ -62,7 +64,7 @@ def test_two_factors_bring_the_error_down_and_stay_near_their_priors():
 
 def test_unknown_factor_is_refused():
     with pytest.raises(InputError, match="factor 'speed' is unknown"):
-        fit_run(made_run(Calibration()), RULES, clock, ("speed",))
+        fit_runs([(made_run(Calibration()), RULES)], clock, ("speed",))
 
 
 def test_fit_time_meets_a_known_factor():
