@@ -286,11 +286,19 @@ def _gpu_names() -> dict[str, GPU]:
 
 
 def find_gpu(name: str) -> GPU:
-    """The accelerator of that name, alias, or nvidia-smi spelling. Raises InputError with near names."""
+    """The accelerator of that name, alias, or nvidia-smi spelling, its memory size appended or not.
+
+    Raises InputError with near names.
+    """
     names = _gpu_names()
     key = _gpu_key(name)
     if key in names:
         return names[key]
+    sized = re.fullmatch(r"(.+?)(\d{2,3})gb", key)
+    if sized and sized[1] in names:
+        gpu = names[sized[1]]
+        if 0.9 < gpu.total_bytes / (int(sized[2]) * 1e9) < 1.12:
+            return gpu
     near = list(dict.fromkeys(names[each].name for each in _close(key, list(names))))
     hint = f"  Nearest: {', '.join(near)}. More: kvplan gpus" if near else "  All names: kvplan gpus"
     raise InputError(f"--gpu {name!r} is not in the catalogue; or give --gpu-memory-gib.\n{hint}")

@@ -20,7 +20,7 @@ from kvplan.spec.architectures import (
 from kvplan.spec.blueprint import tensors
 from kvplan.spec.fields import LARGEST_OTHER, Fields
 from kvplan.spec.layouts import LAYOUTS
-from kvplan.spec.model import LayerKind, ModelSpec, MoE, ParameterCount
+from kvplan.spec.model import Layer, LayerKind, ModelSpec, MoE, ParameterCount
 from kvplan.spec.quantization import read_quantization
 from kvplan.spec.tensor import Split, Tensor
 
@@ -102,7 +102,19 @@ def model_from_config(config: Mapping[str, Any], name: str, source: str) -> Mode
         listed = ", ".join(f"{key} {value}" for key, value in assumed.items())
         notes.insert(0, f"class defaults, absent in the config: {listed}")
     weights = _weights(config, fields, arch, spec)
-    return replace(spec, tensors=weights, parameters=count_parameters(weights), assumptions=tuple(notes))
+    return replace(
+        spec,
+        layers=_mark_experts(spec.layers, weights),
+        tensors=weights,
+        parameters=count_parameters(weights),
+        assumptions=tuple(notes),
+    )
+
+
+def _mark_experts(layers: tuple[Layer, ...], weights: tuple[Tensor, ...]) -> tuple[Layer, ...]:
+    """The layers, those with routed experts marked."""
+    routed = {i for tensor in weights if tensor.part == "experts" for i in tensor.layers}
+    return tuple(replace(layer, is_moe=i in routed) for i, layer in enumerate(layers)) if routed else layers
 
 
 def _weights(

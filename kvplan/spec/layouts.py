@@ -201,7 +201,7 @@ def nemotron_h(fields: Fields, arch: Architecture, notes: Notes) -> list[Layer]:
     kinds = nemotron_blocks(fields)
     mamba_layer = Layer(LayerKind.STATE, state=mamba2_state(fields, arch)) if "mamba" in kinds else None
     none, full = Layer(LayerKind.NONE), attention_layer(fields) if "attention" in kinds else None
-    by_kind = {"mamba": mamba_layer, "attention": full, "mlp": none, "moe": replace(none, is_moe=True)}
+    by_kind = {"mamba": mamba_layer, "attention": full, "mlp": none, "moe": none}
     return [layer for kind in kinds if (layer := by_kind[kind]) is not None]
 
 

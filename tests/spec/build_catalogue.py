@@ -169,7 +169,7 @@ GPU_ALIASES: dict[str, list[str]] = {
     "B200": ["b200-sxm"],
     "B300": ["b300-sxm"],
     "Rubin R200": ["r200"],
-    "DGX Spark GB10": ["gb10", "dgx-spark", "spark"],
+    "DGX Spark GB10": ["gb10", "dgx-spark", "spark", "gb10-dgx-spark"],
     "Jetson AGX Thor": ["thor"],
     "Gaudi 2": ["gaudi2"],
     "Gaudi 3": ["gaudi3"],

@@ -210,6 +210,10 @@ CARDS = [
     ("l40s", "L40S", 44.39, 864),
     ("Tesla T4", "T4", 15.0, 320),
     ("gb10", "DGX Spark GB10", 121.7, 273),
+    ("H100-SXM-80GB", "H100 SXM", 79.19, 3350),  # the size may be appended
+    ("A100-SXM-80GB", "A100-SXM4-80GB", 79.15, 2039),
+    ("MI355X 288GB", "MI355X", 268.2, 8000),
+    ("GB10 (DGX Spark)", "DGX Spark GB10", 121.7, 273),
 ]
 
 
@@ -237,6 +241,34 @@ def test_total_is_marked_where_no_driver_figure_was_found() -> None:
     marked = {gpu.name for gpu in gpus() if "total_bytes" in gpu.unverified}
     assert "T4" in marked
     assert not marked & {"H100 SXM", "H200 SXM", "A100-SXM4-80GB", "RTX 4090", "B200", "MI300X", "L40S"}
+
+
+# Cards of the evidence that no entry stands for.
+UNKNOWN_CARDS = {
+    "RTX 2060 12GB", "RTX A5000 24GB", "RTX PRO 5000 72GB", "RTX 5060 Ti 16GB", "Radeon 890M iGPU",
+    "MI300X (not named in excerpt: ROCm PR)", "MI300X class (not named in excerpt)", "A100-SXM (single)",
+}  # fmt: skip
+
+
+def test_every_gpu_of_the_evidence_resolves_or_is_listed() -> None:
+    names = set()
+    for parts in (("kv_sizing.jsonl",), ("serving", "reported_runs.jsonl")):
+        lines = shared_path("evidence", *parts).read_text().splitlines()
+        names |= {json.loads(line)["gpu"] for line in lines}
+    with shared_path("evidence", "serving", "measured_points.csv").open(newline="") as stream:
+        names |= {row["system"] for row in csv.DictReader(stream)}
+    unresolved = set()
+    for name in names - {None}:
+        try:
+            find_gpu(name)
+        except InputError:
+            unresolved.add(name)
+    assert unresolved == UNKNOWN_CARDS
+
+
+def test_a_size_that_is_not_the_cards_is_not_ignored() -> None:
+    with pytest.raises(InputError):
+        find_gpu("h100-40gb")
 
 
 def test_unknown_gpu_gets_near_ones() -> None:

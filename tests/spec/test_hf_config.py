@@ -227,3 +227,18 @@ def test_windows_are_read_as_their_class_means_them() -> None:
     on = model_from_config({**base, "use_sliding_window": True}, "x", "x")
     assert [layer.window for layer in off.layers] == [0] * 4
     assert [layer.window for layer in on.layers] == [0, 0, 1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("name", "routed"),
+    [
+        ("deepseek-ai--DeepSeek-V3.json", 58),  # first_k_dense_replace 3 of 61
+        ("meta-llama--Llama-4-Maverick-17B-128E-Instruct.json", 24),  # interleave_moe_layer_step 2
+        ("constructed/jamba-v0.1.json", 16),  # expert_layer_period 2
+        ("XiaomiMiMo--MiMo-V2-Flash.json", 47),  # moe_layer_freq
+        ("nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16.json", 48),
+        ("mlc-preset--llama2_7b.json", 0),
+    ],
+)
+def test_layers_with_routed_experts_are_marked(name: str, routed: int) -> None:
+    assert sum(layer.is_moe for layer in spec_of(name).layers) == routed
