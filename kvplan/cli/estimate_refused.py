@@ -28,9 +28,9 @@ def refused_view(e: Estimate, enough: Sequence[Fix], short: Sequence[Fix], term:
 def _need_table(e: Estimate, term: Terminal) -> str:
     length, layout, b = e.engine.max_model_len, e.layout, e.budget
     one = layout.startup_bytes(length)
-    own = " (the model's own maximum)" if length == e.model.max_position_embeddings else ""
+    own = " (its own maximum)" if length == e.model.max_position_embeddings else ""
     if layout.is_uniform:
-        null = " + null block" if layout.null_block_counts else ""
+        null = " + 1 block" if layout.null_block_counts else ""
         request_why = f"{count(length)} tokens{own} x {byte_size(layout.bytes_per_token)}{null}"
     else:
         request_why = f"{count(layout.blocks_per_request(length))} blocks at {count(length)} tokens{own}"
@@ -44,7 +44,12 @@ def _need_table(e: Estimate, term: Terminal) -> str:
         rows.append(("weights", b.weights.bytes, b.weights.why))
         why = f"activation {engine[0]:.2f}, non-torch {engine[1]:.2f}, graphs {engine[2]:.2f}"
         rows.append(("engine", b.engine_bytes, why))
-    rows.append(("one request", one, request_why))
+    states = e.verdict.running_state_bytes
+    if states:
+        why = f"max_num_seqs {count(e.engine.max_num_seqs)} x {byte_size(layout.bytes_per_block)}"
+        rows.append(("states", states, why))
+    else:
+        rows.append(("one request", one, request_why))
     if b is not None:
         rows.append(
             (

@@ -38,11 +38,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the engine starts. ``short_by_bytes`` is what one request at max_model_len lacks, per rank."""
+    """Whether the engine starts. ``short_by_bytes`` is what the pool lacks, per rank, for one request at
+    max_model_len or, where ``running_state_bytes`` is not 0, for the states of max_num_seqs requests."""
 
     fits: bool | None  # None: nothing to decide (the bare formula)
     reason: str
     short_by_bytes: int
+    running_state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -262,18 +264,14 @@ def _verdict(
             reason = "nothing is left for KV after weights and the engine"
         return Verdict(False, reason, short)
     if short > 0:
-        reason = (
-            f"one request of {engine.max_model_len:,} tokens needs {need / GIB:.2f}, "
-            f"the pool is {available / GIB:.2f}"
-        )
+        reason = f"one request needs {need / GIB:.2f} GiB, the pool is {available / GIB:.2f}"
         return Verdict(False, reason, short)
     has_state = any(group.kind is LayerKind.STATE for group in layout.groups)
     if has_state and engine.max_num_seqs > blocks:
-        reason = (
-            f"max_num_seqs {engine.max_num_seqs:,} exceeds the {blocks:,} blocks: every running "
-            "request holds a state block"
-        )
-        return Verdict(False, reason, (engine.max_num_seqs - blocks) * layout.bytes_per_block)
+        # Every running request holds a state block, and the engine checks that before it starts.
+        reason = f"max_num_seqs {engine.max_num_seqs:,} exceeds {blocks:,} state blocks"
+        running = engine.max_num_seqs * layout.bytes_per_block
+        return Verdict(False, reason, running - available, running)
     return Verdict(True, "", short)
 
 

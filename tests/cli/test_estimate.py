@@ -225,6 +225,13 @@ def test_explain_follows_by_hand(capsys):
         ("qwen3-30b-a3b", "--explain"),
         ("gemma-3-27b", "--explain"),
         ("--sweep", "tp=1,2,4", "--sweep", "kv-cache-dtype=bf16,fp8"),
+        ("--kv-cache-memory-bytes", "10G"),
+        ("qwen3.8-27b", "--kv-cache-memory-bytes", "9.75G", "--max-model-len", "65536"),
+        ("--gpu", "rtx4090", "qwen3-32b"),
+        ("--layers", "32", "--kv-heads", "8", "--head-dim", "128"),
+        ("llama-3.1-70b", "-pp", "4", "-tp", "2", "--engine-version", "0.19"),
+        ("--engine", "sglang"),
+        ("--engine", "tensorrt-llm", "llama-3.3-70b"),
     ],
 )
 @pytest.mark.parametrize("width", [80, 160])
@@ -346,4 +353,4 @@ def test_state_blocks_limit_the_running_requests(capsys):
     """KV_SIZING_RULES 7: max_num_seqs above the number of blocks refuses to start a state hybrid."""
     code, out, _ = run(capsys, "qwen3.8-27b", "--kv-cache-memory-bytes", "9.75G", "--max-model-len", "65536")
     assert code == 1
-    assert re.match(r"DOES NOT FIT  .*max_num_seqs 1,024 exceeds the \d+ blocks", out)
+    assert re.match(r"DOES NOT FIT  .*max_num_seqs 1,024 exceeds \d+ state blocks", out)
