@@ -711,9 +711,7 @@ def close_batch(S, R, batch, size):
 
 
 @compiled
-def finish(S, r, status):
-    c = S.count[0]
-    row = S.request[r]
+def finish(c, row, status):
     row.status = status
     row.finish_s = c.now
     c.live -= 1
@@ -722,15 +720,14 @@ def finish(S, r, status):
 
 
 @compiled
-def note_itl(S, gap_s, times):
-    c = S.count[0]
+def note_itl(c, itl, gap_s, times):
     c.itl_count += times
     c.itl_sum += gap_s * times
     c.itl_sum2 += gap_s * gap_s * times
     bucket = 0
     if gap_s > ITL_FLOOR_S:
         bucket = min(int(np.log(gap_s / ITL_FLOOR_S) / np.log(ITL_RATIO)), ITL_BUCKETS - 1)
-    S.itl[bucket] += times
+    itl[bucket] += times
 
 
 @compiled
@@ -747,13 +744,13 @@ def deliver_late(S, r):
         S.lists[FIRST, c.first] = r
         c.first += 1
     else:
-        note_itl(S, c.now - row.last_token_s, np.int64(1))
+        note_itl(c, S.itl, c.now - row.last_token_s, np.int64(1))
     row.last_token_s = c.now
     if row.prompt + row.outputs >= row.stop:
         c.n_waiting -= 1
         S.lists[FINISHED, c.finished] = r
         c.finished += 1
-        finish(S, r, DONE)
+        finish(c, S.request[r], DONE)
 
 
 @compiled
@@ -781,7 +778,7 @@ def deliver(S, R, batch):
         if slot.last_token_s == last_delivery:
             steady += 1
         elif slot.length > slot.prompt:
-            note_itl(S, now - slot.last_token_s, np.int64(1))
+            note_itl(c, S.itl, now - slot.last_token_s, np.int64(1))
         if slot.length == slot.prompt:
             S.request[r].first_token_s = now
             S.lists[FIRST, c.first] = r
@@ -799,9 +796,9 @@ def deliver(S, R, batch):
             vacate(S, s)
             S.lists[FINISHED, c.finished] = r
             c.finished += 1
-            finish(S, r, DONE)
+            finish(c, S.request[r], DONE)
     if steady > 0:
-        note_itl(S, now - last_delivery, steady)
+        note_itl(c, S.itl, now - last_delivery, steady)
     c.last_delivery = now
     if c.finished > 0:
         compact_running(S)
@@ -838,10 +835,10 @@ def arrive(S, R):
             row.arrived_s = max(row.arrival_s, c.last_release)
         c.live += 1
         if row.prompt >= R.max_model_len:  # [3.5]
-            finish(S, r, TOO_LONG)
+            finish(c, row, TOO_LONG)
             c.rejected += 1
         elif (max(row.stop - 1, row.reserve) + R.block_size - 1) // R.block_size > R.num_blocks - 1:
-            finish(S, r, NO_ROOM)
+            finish(c, row, NO_ROOM)
             c.rejected += 1
         else:
             enqueue(S, R, r)
@@ -863,7 +860,7 @@ def expire(S, R):
             row.outputs = slot.length - row.prompt
             release(S.block, c, S.table[s], slot, R.unhashed_to_front)
             vacate(S, s)
-            finish(S, r, row.impatience)
+            finish(c, row, row.impatience)
             c.expired += 1
             ended = True
         else:
@@ -878,20 +875,19 @@ def expire(S, R):
             continue
         if row.arrived_s + row.patience_s <= c.now:
             c.n_waiting -= 1
-            finish(S, r, row.impatience)
+            finish(c, row, row.impatience)
             c.expired += 1
         else:
             c.next_expiry = min(c.next_expiry, row.arrived_s + row.patience_s)
 
 
 @compiled
-def advance(S, R, t):
+def advance(c, usable, t):
     """Move the time on; every time-weighted mean of the run comes from here."""
-    c = S.count[0]
     dt = t - c.now
     if dt <= 0.0:
         return
-    c.s_used += (R.num_blocks - 1 - c.free) * dt
+    c.s_used += (usable - c.free) * dt
     c.s_shared += c.shared * dt
     c.s_cached += c.cached_idle * dt
     c.s_live_tokens += c.live_tokens * dt
@@ -905,9 +901,8 @@ def advance(S, R, t):
 
 
 @compiled
-def step_seconds(S, K, tokens):
+def step_seconds(c, K, tokens):
     """Device time of the batch just closed: table by tokens, table by rows, attention terms."""
-    c = S.count[0]
     if tokens == 0:
         return 0.0
     t = K.linear_s[min(tokens, K.linear_s.shape[0] - 1)] + K.head_s[min(c.sampled, K.head_s.shape[0] - 1)]
@@ -1035,15 +1030,13 @@ def record_delivery(S):
 
 
 @compiled
-def log_step(S, R, start_s, tokens):
+def log_step(c, row, usable, start_s, tokens):
     """A row a step for the timeline: the pool and the queue as they stood while the step ran."""
-    c = S.count[0]
-    row = S.rows[c.rows]
     row[0] = start_s
     row[2] = c.step
     row[3] = c.running
     row[4] = c.n_waiting
-    row[5] = R.num_blocks - 1 - c.free
+    row[5] = usable - c.free
     row[6] = c.cached_idle
     row[7] = c.shared
     row[8] = c.table_blocks
@@ -1056,17 +1049,7 @@ def log_step(S, R, start_s, tokens):
     c.resumed_queries += c.t_rquery
     c.resumed_hits += c.t_rhit
     c.peak_running = max(c.peak_running, c.running)
-    c.peak_used = max(c.peak_used, R.num_blocks - 1 - c.free)
-
-
-@compiled
-def log_is_full(S, R):
-    """Whether the next step's worst case no longer fits: `run` then returns, so that no log overflows."""
-    c = S.count[0]
-    if c.rows >= S.rows.shape[0]:
-        return True
-    worst = 8 * R.max_num_seqs + 32 + R.max_num_seqs * S.table.shape[1]
-    return R.record and c.items + worst > S.items.shape[0]
+    c.peak_used = max(c.peak_used, usable - c.free)
 
 
 @compiled
@@ -1075,7 +1058,7 @@ def drop_head(S, R):
     p = candidate(S, R, S.count[0].head)
     r = S.waiting[p]
     dequeue(S, R, p)
-    finish(S, r, NO_ROOM)
+    finish(S.count[0], S.request[r], NO_ROOM)
     S.count[0].rejected += 1
 
 
@@ -1088,19 +1071,24 @@ def run(S, R, K, max_steps):
     """
     c = S.count[0]
     n = S.request.shape[0]
+    # No log may overflow: the run returns as soon as the worst case of one more step would not fit.
+    last_row = S.rows.shape[0]
+    worst = 8 * R.max_num_seqs + 32 + R.max_num_seqs * S.table.shape[1]
+    last_item = S.items.shape[0] - worst if R.record else np.int64(0)
     for _ in range(max_steps):
-        if log_is_full(S, R):
+        if c.rows >= last_row or c.items > last_item:
             return LOG_FULL
         if c.now >= c.next_expiry:
             expire(S, R)
-        arrive(S, R)
+        if c.next < n and S.request[c.next].arrival_s <= c.now:
+            arrive(S, R)
         if c.running + c.n_waiting + c.flights == 0:
             if c.next >= n:
                 return ALL_DONE
             t = S.request[c.next].arrival_s
             if K.fixed_step_s > 0:
                 t = np.ceil(t / K.fixed_step_s) * K.fixed_step_s
-            advance(S, R, max(t, c.now))
+            advance(c, R.num_blocks - 1, max(t, c.now))
             continue
         start_s = c.now
         batch = (c.oldest + c.flights) % 2
@@ -1110,11 +1098,11 @@ def run(S, R, K, max_steps):
                 drop_head(S, R)
             continue
         c.step = np.int64(start_s / K.fixed_step_s + 0.5) if K.fixed_step_s > 0 else c.step + 1
-        log_step(S, R, start_s, tokens)
+        log_step(c, S.rows[c.rows], R.num_blocks - 1, start_s, tokens)
         if R.record:
             record_schedule(S, R, batch)
         c.kv_window = window_tokens(S, batch, K.window) if K.window > 0 else 0.0
-        device_s = step_seconds(S, K, tokens)
+        device_s = step_seconds(c, K, tokens)
         host_s = K.cpu_s + K.cpu_per_request_s * c.batch
         update_s = K.update_s + K.update_per_request_s * c.batch
         if tokens > 0:
@@ -1128,12 +1116,12 @@ def run(S, R, K, max_steps):
                 c.end1 = end
             c.flights += 1
         if R.asynchronous and tokens > 0 and c.flights < 2:
-            advance(S, R, c.now + (K.fixed_step_s if K.fixed_step_s > 0 else host_s))
+            advance(c, R.num_blocks - 1, c.now + (K.fixed_step_s if K.fixed_step_s > 0 else host_s))
         else:
             end = c.now + host_s
             if c.flights > 0:
                 end = max(end, c.end0 if c.oldest == 0 else c.end1) + update_s
-            advance(S, R, c.now + K.fixed_step_s if K.fixed_step_s > 0 else end)
+            advance(c, R.num_blocks - 1, c.now + K.fixed_step_s if K.fixed_step_s > 0 else end)
             if c.flights > 0:
                 deliver(S, R, c.oldest)
                 c.oldest = (c.oldest + 1) % 2
