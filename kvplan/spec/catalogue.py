@@ -294,9 +294,9 @@ def find_gpu(name: str) -> GPU:
     key = _gpu_key(name)
     if key in names:
         return names[key]
-    sized = re.fullmatch(r"(.+?)(\d{2,3})gb", key)
-    if sized and sized[1] in names:
-        gpu = names[sized[1]]
+    sized = re.fullmatch(r"(.+?)[\s_-]+(\d{2,3})\s?gb", name.strip().lower())
+    if sized and _gpu_key(sized[1]) in names:
+        gpu = names[_gpu_key(sized[1])]
         if 0.9 < gpu.total_bytes / (int(sized[2]) * 1e9) < 1.12:
             return gpu
     near = list(dict.fromkeys(names[each].name for each in _close(key, list(names))))
