@@ -112,7 +112,7 @@ def whole_cell(place: Place, name: str, cell: str | None, low: int = 0) -> int:
             number = float(digits) if len(digits) < 30 else math.nan
         except ValueError:
             number = math.nan
-        if not number.is_integer() or "_" in digits or number < low:
+        if not (number.is_integer() and digits.isascii()) or "_" in digits or number < low:
             raise place.error(name, cell, f"a whole number >= {low}")
         return whole(place, name, number, low)
     if len(digits) > 18:
@@ -125,7 +125,7 @@ def seconds_cell(place: Place, name: str, cell: str | None, unit_s: float) -> fl
     if cell is None:
         raise place.error(name, MISSING, "a number >= 0")
     try:
-        number = float(cell) if "_" not in cell else math.nan
+        number = float(cell) if "_" not in cell and cell.isascii() else math.nan
     except ValueError:
         number = math.nan
     if not 0 <= number < 1e300:

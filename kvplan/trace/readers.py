@@ -157,7 +157,7 @@ def _open(path: str, name: str) -> Iterator[BinaryIO]:
         for magic, what in MAGIC.items():
             if head.startswith(magic):
                 raise InputError(f"{name} is {what}; must be JSONL or CSV in UTF-8, plain or gzipped.")
-        yield gzip.open(stream) if head[:2] == b"\x1f\x8b" else stream  # type: ignore[misc]
+        yield gzip.open(stream) if head[:2] == b"\x1f\x8b" else stream  # type: ignore[misc]  # noqa: SIM115
 
 
 def _lines(stream: Iterable[bytes], name: str, digest: Any) -> Iterator[Line]:
@@ -196,9 +196,7 @@ def _object(name: str, number: int, line: bytes) -> dict[str, Any]:
             if isinstance(error, json.JSONDecodeError)
             else "nested too deeply"
         )
-        raise InputError(
-            f"{name}:{number}: not a JSON object ({what}); must be one whole object a line."
-        ) from None
+        raise InputError(f"{name}:{number}: not JSON ({what}); must be one whole object a line.") from None
     except ValueError:  # an integer of more digits than Python converts
         raise InputError(f"{name}:{number}: a number has thousands of digits; must be a size.") from None
     if type(row) is not dict:
@@ -288,9 +286,7 @@ def _cells(name: str, number: int, text: str) -> list[str]:
     try:
         return next(csv.reader([text.rstrip("\r\n")], strict=True))
     except (csv.Error, StopIteration) as error:
-        raise InputError(
-            f"{name}:{number}: not a CSV row ({error}); must be cells split by commas."
-        ) from None
+        raise InputError(f"{name}:{number}: not CSV ({error}); must be cells split by commas.") from None
 
 
 def _csv_rows(wanted: str | None, name: str, first: Line, lines: Iterator[Line]) -> tuple[str, Rows]:
