@@ -151,7 +151,8 @@ def find_model(name_or_path: str, quantization: str | None = None) -> ResolvedMo
     spec carries the format that counts. Raises InputError with near names when nothing is found.
     """
     path = Path(name_or_path)
-    if name_or_path.endswith(".json") or _exists(path):
+    known = plain_name(name_or_path) in _exact_names() or base_name(name_or_path)[0] in _base_names()
+    if name_or_path.endswith(".json") or (_exists(path) and not (known and _has_no_config(path))):
         return ResolvedModel(_quantised(_local_model(path), quantization))
     plain = plain_name(name_or_path)
     if plain in _exact_names():
@@ -169,6 +170,11 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # too long, or a null byte
         return False
+
+
+def _has_no_config(path: Path) -> bool:
+    """A folder that only happens to be called like a model."""
+    return path.is_dir() and not (path / "config.json").is_file()
 
 
 def _local_model(path: Path) -> ModelSpec:

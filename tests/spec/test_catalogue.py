@@ -130,6 +130,20 @@ def test_paths_resolve_to_their_config(tmp_path: Path) -> None:
     assert find_model(str(folder), quantization="fp8").spec.quantization is not None
 
 
+def test_a_folder_called_like_a_model_counts_only_with_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-32b").mkdir()
+    assert find_model("qwen3-32b").spec.name == "Qwen/Qwen3-32B"
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InputError, match=r"mine: no such file, or no config\.json in it"):
+        find_model("mine")
+    raw = shared_path("facts", "configs", "mlc-preset--llama2_7b.json").read_bytes()
+    (tmp_path / "qwen3-32b" / "config.json").write_bytes(raw)
+    assert find_model("qwen3-32b").spec.num_layers == 32
+
+
 def test_every_name_and_alias_of_the_catalogue_resolves_to_its_own_entry() -> None:
     names = [(entry.id, entry.id) for entry in model_entries()]
     names += [(alias, entry.id) for entry in model_entries() for alias, _ in entry.aliases]
