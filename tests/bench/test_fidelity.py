@@ -19,7 +19,7 @@ def points():
 
 
 def test_all_aggregated_points_of_three_gpus_are_read(points):
-    """2,277 of 3,584 rows have mode agg on B200 (1,316), H100 (594) or H200 (367); none has pipeline stages."""
+    """2,277 of 3,584 rows have mode agg and are of B200 (1,316), H100 (594) or H200 (367)."""
     assert len(points) == 2277
     assert {p.gpu for p in points} == {"H100 SXM", "H200 SXM", "B200"}
     assert all(p.ttft_s > 0 and p.tpot_s > 0 for p in points)
@@ -79,7 +79,8 @@ def test_more_concurrency_is_slower_per_token_and_not_per_request(points):
 def test_reported_runs_need_their_settings():
     row = {
         "engine": "vLLM", "gpu": "RTX 4090 24GB", "model": "Mistral-7B-Instruct-v0.3",
-        "weights_dtype": "bf16", "input_len": 256, "output_len": 128, "num_prompts": 300, "max_concurrency": 16, "request_rate": "inf",
+        "weights_dtype": "bf16", "input_len": 256, "output_len": 128, "num_prompts": 300,
+        "max_concurrency": 16, "request_rate": "inf",
         "req_per_s": 6.44, "output_tok_s": 644, "tp": 1,
     }  # fmt: skip
     assert why_not(row) is None
