@@ -39,6 +39,9 @@ def estimate_command(
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="FLAG=V1,V2", help="A row a value; repeatable")
     ] = None,
+    log: Annotated[
+        Path | None, typer.Option("--from-log", metavar="FILE", help="A start-up log beside the prediction")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every figure with its formula")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE.parquet", help="Write a row a result")
@@ -51,7 +54,13 @@ def estimate_command(
     Bytes are per GPU. Exit code 1: it does not fit.
     """
     lengths, source = _lengths(input_len, output_len, trace)
-    if sweep:
+    if log is not None:
+        if sweep or explain or output is not None or lengths is not None:
+            raise InputError("--from-log goes with MODEL, --gpu and engine flags only.")
+        from kvplan.cli.estimate_log import from_log
+
+        fits = from_log(flags, log, format)
+    elif sweep:
         if explain:
             raise InputError("--explain and --sweep: a sweep has no single answer to explain; use one.")
         fits = _sweep(flags, sweep, lengths, source, format, output, quiet)
