@@ -6,6 +6,7 @@ blocks, ids far outside the pool behind each row's end, rows of 0, 1, B - 1, B a
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -102,17 +103,17 @@ def run_decode_gate(decode: Decode, variant: Variant, device: str) -> GateResult
     try:
         error = _decode_error(decode, variant, device)
     except Exception as failure:  # the gate's answer: a kernel that raises is not right
-        return _raised(variant.name, failure)
-    return _result(variant.name, error, tolerance)
+        return raised(variant.name, failure)
+    return result(variant.name, error, tolerance)
 
 
-def _result(name: str, error: float, tolerance: float) -> GateResult:
+def result(name: str, error: float, tolerance: float) -> GateResult:
     finite = math.isfinite(error)
     reason = None if finite else "NaN or a wrong shape"
     return GateResult(name, error <= tolerance, error if finite else None, tolerance, reason)
 
 
-def _raised(name: str, failure: Exception) -> GateResult:
+def raised(name: str, failure: Exception) -> GateResult:
     first_line = (str(failure).strip().splitlines() or [""])[0]
     return GateResult(name, False, None, None, f"{type(failure).__name__}: {first_line}")
 
@@ -150,11 +151,11 @@ def make_variant(variant: Variant, device: str) -> tuple[tensors.Paged, dict[str
 
 def _decode_error(decode: Decode, variant: Variant, device: str) -> float:
     paged, options = make_variant(variant, device)
-    out = torch.as_tensor(decode(*_arguments(paged), **options, **variant.extra))
-    return tensors.worst_error(out, reference.paged_decode(*_arguments(paged), **options))
+    out = torch.as_tensor(decode(*arguments(paged), **options, **variant.extra))
+    return tensors.worst_error(out, reference.paged_decode(*arguments(paged), **options))
 
 
-def _arguments(paged: tensors.Paged) -> tuple[Tensor, ...]:
+def arguments(paged: tensors.Paged) -> tuple[Tensor, ...]:
     return paged.q, paged.k_cache, paged.v_cache, paged.block_table, paged.seq_lens
 
 
@@ -188,28 +189,43 @@ def run_graph_gate() -> GateResult:
         graph.replay()
         torch.cuda.synchronize()
         expected = reference.paged_decode(paged.q, paged.k_cache, paged.v_cache, table, lens)
-        return _result(name, tensors.worst_error(out, expected), tensors.TOLERANCES["bfloat16"])
+        return result(name, tensors.worst_error(out, expected), tensors.TOLERANCES["bfloat16"])
     except Exception as failure:
-        return _raised(name, failure)
+        return raised(name, failure)
+
+
+def triton_config_variants() -> Iterator[Variant]:
+    """Both forms of the dot (q or K as the tensor core's wide side), whichever the device's default is."""
+    from kvplan.kernels.decode import DecodeConfig
+
+    for swap_ab in (False, True):
+        yield Variant(extra={"config": DecodeConfig(tile=64, warps=4, stages=3, swap_ab=swap_ab)})
 
 
 def run_gates(backend: str, device: str) -> Iterator[GateResult]:
     """All gates of a backend ("triton" on cuda, "numba" on cpu), one result at a time.
 
-    Raises ImportError when the backend's own module cannot be imported.
+    A kernel whose module cannot be imported is one failed gate that says so; the others go on.
     """
-    decode = _decode_of(backend)
-    for variant in decode_variants(backend):
-        yield run_decode_gate(decode, variant, device)
+    decode = kernel_function("cpu" if backend == "numba" else "decode", "paged_decode")
+    if isinstance(decode, GateResult):
+        yield decode
+    else:
+        variants = list(decode_variants(backend))
+        variants += triton_config_variants() if backend == "triton" else []
+        for variant in variants:
+            yield run_decode_gate(decode, variant, device)
+    if backend == "triton":
+        from kvplan.bench import gates_other
+
+        yield from gates_other.run_other_gates(device)
     if device == "cuda":
         yield run_graph_gate()
 
 
-def _decode_of(backend: str) -> Decode:
-    if backend == "triton":
-        from kvplan.kernels import decode
-
-        return decode.paged_decode
-    from kvplan.kernels import cpu
-
-    return cpu.paged_decode
+def kernel_function(module: str, name: str) -> Any:
+    """A kernel, or the failed gate that says why its module cannot be imported."""
+    try:
+        return getattr(importlib.import_module(f"kvplan.kernels.{module}"), name)
+    except Exception as failure:  # an import that fails is a part's result, not the end of the check
+        return raised(f"import kvplan.kernels.{module}", failure)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvplan.bench import gates  # noqa: E402
+from kvplan.bench import gates, gates_other  # noqa: E402
 from kvplan.bench.gates import Variant  # noqa: E402
 from kvplan.kernels import cpu, reference  # noqa: E402
 
@@ -76,3 +76,43 @@ def test_nan_and_exceptions_fail_with_a_reason() -> None:
     assert gates.run_decode_gate(nan, variant, "cpu").reason == "NaN or a wrong shape"
     found = gates.run_decode_gate(broken, variant, "cpu")
     assert (found.passed, found.reason) == (False, "ValueError: no such tile")
+
+
+def test_prefill_and_mla_gates_pass_the_reference_and_fail_one_that_is_not_causal() -> None:
+    variant = Variant(16, dtype="float32", head_dim=32, window=40, sinks=True)
+    assert gates_other.prefill_error(reference.paged_prefill, variant, "cpu") == 0
+
+    def not_causal(
+        q: Any, k_cache: Any, v_cache: Any, table: Any, lens: Any, start: Any, **options: Any
+    ) -> Any:
+        rows = torch.repeat_interleave(torch.arange(len(lens)), (start[1:] - start[:-1]).long())
+        return reference.paged_decode(q, k_cache, v_cache, table[rows], lens[rows], **options)
+
+    assert gates_other.prefill_error(not_causal, variant, "cpu") > 0.1
+    assert gates_other.mla_error(reference.mla_decode, 16, 4, "cpu") == 0
+
+    def wrong_scale(*tensors: Any, scale: float, latent_dim: int) -> Any:
+        return reference.mla_decode(*tensors, scale=576**-0.5, latent_dim=latent_dim)
+
+    assert gates_other.mla_error(wrong_scale, 16, 4, "cpu") > 0.1
+
+
+def test_cache_operations_pass_here_and_a_skipped_write_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes must be equal: float8 rounded to nearest and clamped, everything else untouched."""
+    pytest.importorskip("triton")
+    from kvplan.kernels import cache_ops
+
+    for kv_dtype in ("float16", "float8_e4m3fn"):
+        assert gates_other.write_error(kv_dtype, "cpu") == 0
+    assert gates_other.copy_error("cpu") == 0
+    assert gates_other.swap_error("cpu") == 0
+    monkeypatch.setattr(cache_ops, "write_kv", lambda *tensors, **options: None)
+    assert gates_other.write_error("float16", "cpu") > 0.2
+
+
+def test_a_kernel_that_cannot_be_imported_is_one_failed_gate() -> None:
+    found = gates.kernel_function("no_such_kernel", "run")
+    assert isinstance(found, gates.GateResult)
+    assert not found.passed
+    assert found.reason is not None
+    assert found.reason.startswith("ModuleNotFoundError: No module named 'kvplan.kernels.no_such")
