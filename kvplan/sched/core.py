@@ -288,19 +288,6 @@ def key_of(row, keys, k):
 
 
 @compiled
-def remember_full(S, R, s, full):
-    """Enter a slot's blocks up to `full` into the content table when scheduled, not when computed [5.4]."""
-    slot = S.slot[s]
-    row = S.request[slot.request]
-    block, first_block, keys, table = S.block, S.first_block, S.keys, S.table[s]
-    for k in range(slot.cached, full):
-        remember(block, first_block, table[k], key_of(row, keys, k))
-    if full > slot.cached:
-        slot.cached = full
-    set_event(R, slot)
-
-
-@compiled
 def set_event(R, slot):
     event = slot.held * R.block_size + 1
     if R.prefix_caching:
@@ -309,23 +296,31 @@ def set_event(R, slot):
 
 
 @compiled
-def grow(S, R, s, n):
+def remember_full(block, first_block, keys, row, table, R, slot, full):
+    """Enter a slot's blocks up to `full` into the content table when scheduled, not when computed [5.4]."""
+    for k in range(slot.cached, full):
+        remember(block, first_block, table[k], key_of(row, keys, k))
+    if full > slot.cached:
+        slot.cached = full
+    set_event(R, slot)
+
+
+@compiled
+def grow(block, first_block, keys, row, table, R, c, slot, n):
     """Blocks for n more tokens of a slot; False when the pool has too few [4.1]."""
-    c = S.count[0]
-    slot = S.slot[s]
     total = slot.computed + n
     need = (total + R.block_size - 1) // R.block_size - slot.held
     if need > c.free:
         return False
+    for k in range(slot.held, slot.held + need):
+        table[k] = take(block, first_block, c)
     if need > 0:
-        block, first_block, table = S.block, S.first_block, S.table[s]
-        for k in range(slot.held, slot.held + need):
-            table[k] = take(block, first_block, c)
         slot.held += need
         slot.grown += need
         c.table_blocks += need
     if R.prefix_caching:
-        remember_full(S, R, s, min(total, slot.length) // R.block_size)
+        full = min(total, slot.length) // R.block_size
+        remember_full(block, first_block, keys, row, table, R, slot, full)
     else:
         set_event(R, slot)
     return True
@@ -538,7 +533,8 @@ def admit(S, R, r, hits, blocks, n):
     c.table_blocks += blocks
     c.live_tokens += slot.computed
     if R.prefix_caching:
-        remember_full(S, R, s, min(slot.computed + n, slot.length) // R.block_size)
+        full = min(slot.computed + n, slot.length) // R.block_size
+        remember_full(block, first_block, keys, row, table, R, slot, full)
     else:
         set_event(R, slot)
     S.lists[RUNNING, c.running] = s
@@ -575,7 +571,8 @@ def schedule(S, R, batch):
         cap = 0
     members = S.lists[BATCH + 4 * batch + B_SLOT]
     running = S.lists[RUNNING]
-    slots = S.slot
+    slots, requests, table = S.slot, S.request, S.table
+    block, first_block, keys = S.block, S.first_block, S.keys
     size = 0
 
     # Running requests first, in the order of their admission [2.2].
@@ -592,7 +589,10 @@ def schedule(S, R, batch):
         n = min(n, budget, R.max_model_len - slot.computed - 1)
         if n <= 0:
             continue
-        fits = slot.computed + n < slot.event or grow(S, R, s, n)
+        fits = True
+        if slot.computed + n >= slot.event:
+            row = requests[slot.request]
+            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
         while not fits:
             v = victim_index(S, R)
             w = running[v]
@@ -611,7 +611,8 @@ def schedule(S, R, batch):
             preempt(S, R, v)
             if w == s:
                 break
-            fits = grow(S, R, s, n)
+            row = requests[slot.request]
+            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
         if not fits:
             break
         slot.tokens = n
@@ -628,18 +629,18 @@ def schedule(S, R, batch):
             if p < 0:
                 break
             r = S.waiting[p]
-            row = S.request[r]
+            row = requests[r]
             num_tokens = row.prompt + row.outputs
             # One token is always computed anew, so that a full hit leaves its last block out [5.6].
             full = (num_tokens - 1) // R.block_size if R.prefix_caching else 0
-            hits = lookup(row, S.keys, S.first_block, full)
+            hits = lookup(row, keys, first_block, full)
             n = num_tokens - hits * R.block_size
             if cap > 0:
                 n = min(n, cap)
             if n > budget and not R.chunked_prefill:
                 break
             n = min(n, budget)
-            spare = c.free - idle_among(row, S.keys, S.first_block, S.block, hits)
+            spare = c.free - idle_among(row, keys, first_block, block, hits)
             if c.running > 0:
                 spare -= R.watermark_blocks
             if R.reserve_full_isl:  # the whole sequence must fit now, though it is not all allocated [3.1]
@@ -789,7 +790,7 @@ def deliver(S, R, batch):
         if cache_now:  # before the end of the request is looked at [1.3]
             full = (slot.computed - slot.flight) // R.block_size
             if full > slot.cached:
-                remember_full(S, R, s, full)
+                remember_full(S.block, S.first_block, S.keys, S.request[r], S.table[s], R, slot, full)
         if slot.length >= slot.stop:
             S.request[r].outputs = slot.length - slot.prompt
             release(S.block, c, S.table[s], slot, R.unhashed_to_front)
