@@ -42,7 +42,7 @@ def sweep_view(rows: Sequence[Row], term: Terminal) -> list[str]:
     replicas = any(e is not None and e.engine.settings.data_parallel_size > 1 for _, e, _ in rows)
     units = f"GiB are per GPU; tokens and requests{of_length} are the engine's."
     if replicas:
-        units += " All replicas together."
+        units += "\nTokens and requests are those of all data-parallel replicas together."
     return [*_verdict(rows, term), "", render.table(columns, body, term), "", units]
 
 

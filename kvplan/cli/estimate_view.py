@@ -14,6 +14,7 @@ from kvplan.memory.capacity import Estimate, estimate
 from kvplan.spec.engine import EngineSettings
 from kvplan.spec.model import LayerKind
 
+FIRST_LINE = 80  # columns that a first line may take
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8_e4m3": "fp8"}
 LAYER_WORDS = {
     LayerKind.FULL: "full",
@@ -31,7 +32,10 @@ def verdict_line(e: Estimate, term: Terminal) -> str:
         return render.verdict("formula only", f"{count(e.layout.bytes_per_token)} B per token", None, term)
     if not v.fits:
         short = f"short by {gib(v.short_by_bytes)} GiB: " if v.short_by_bytes > 0 else ""
-        return render.verdict("does not fit", short + v.reason, False, term)
+        figure = short + v.reason
+        if len(figure) > FIRST_LINE - len("DOES NOT FIT  "):
+            figure = figure.replace(", the budget is ", ", budget ").replace(", the pool is ", ", pool ")
+        return render.verdict("does not fit", figure, False, term)
     figure = f"{fixed(e.max_concurrency)} requests of {count(length)} tokens"
     if e.layout.is_uniform:
         figure += " at once"

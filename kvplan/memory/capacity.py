@@ -257,14 +257,14 @@ def _verdict(
     if budget is not None and available <= 0:
         if budget.weights.bytes > budget.budget_bytes:
             reason = (
-                f"weights alone are {budget.weights.bytes / GIB:.2f}, "
-                f"the budget is {budget.budget_bytes / GIB:.2f}"
+                f"weights alone are {budget.weights.bytes / GIB:,.2f}, "
+                f"the budget is {budget.budget_bytes / GIB:,.2f}"
             )
         else:
-            reason = "nothing is left for KV after weights and the engine"
+            reason = "nothing left for KV after weights and engine"
         return Verdict(False, reason, short)
     if short > 0:
-        reason = f"one request needs {need / GIB:.2f} GiB, the pool is {available / GIB:.2f}"
+        reason = f"one request needs {need / GIB:,.2f} GiB, the pool is {available / GIB:,.2f}"
         return Verdict(False, reason, short)
     has_state = any(group.kind is LayerKind.STATE for group in layout.groups)
     if has_state and engine.max_num_seqs > blocks:
