@@ -176,7 +176,7 @@ def decision_columns(run: Run) -> dict[str, Any]:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         at = np.repeat(starts[:, j] - offsets[:-1], lengths) + np.arange(offsets[-1])
         values = run.items[at]
-        if name in ("new", "resumed", "preempted", "finished", "first_token"):  # as sets: by request number
+        if name == "preempted":  # by request number, the others in the order in which it happened
             owner = np.repeat(np.arange(len(rows)), lengths)
             values = values[np.lexsort((values, owner))]
         columns[name] = (offsets, values)
