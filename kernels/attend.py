@@ -127,3 +127,118 @@ def split_tiles(n, window, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_TIL
     end_tile = tl.cdiv(n, TILE)
     part_tiles = tl.maximum(tl.cdiv(end_tile - first_tile, NUM_SPLITS), MIN_TILES)
     return low, first_tile, part_tiles, tl.cdiv(end_tile - first_tile, part_tiles)
+
+
+@triton.jit
+def decode_part(
+    row,
+    kv_head,
+    first_tile,
+    low,
+    end,
+    first_part,
+    part,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    sinks,
+    out,
+    part_out,
+    part_lse,
+    stride_q_row,
+    stride_q_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_table,
+    stride_out_row,
+    stride_out_head,
+    score_scale,
+    cap,
+    v_scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    E4M3_BITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend one row's query heads of one KV head to tokens low .. end - 1, from ``first_tile`` on.
+
+    Writes the output where ``part`` is negative, else the part and its log-sum-exp. ``first_part`` says
+    whether this is the row's first part, the one that holds the sink.
+    """
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PAD)
+    heads = kv_head * GROUP + rows
+    if SWAP_AB:
+        valid = (rows < GROUP)[None, :] & (dims < DIM)[:, None]
+        within = heads[None, :] * stride_q_head + dims[:, None]
+        acc = tl.zeros([DIM_PAD, ROWS], tl.float32)
+    else:
+        valid = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
+        within = heads[:, None] * stride_q_head + dims[None, :]
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    queries = tl.load(q + row * stride_q_row + within, mask=valid, other=0.0).to(COMPUTE)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        # The sink is a logit without a value: the first part starts its softmax with it.
+        sink = tl.load(sinks + heads, mask=rows < GROUP, other=0.0) * LOG2E
+        m = tl.where(first_part, sink, m)
+        norm = tl.where(first_part, 1.0, norm)
+
+    m, norm, acc = attend_tiles(
+        queries,
+        k_cache + kv_head * stride_k_head,
+        v_cache + kv_head * stride_v_head,
+        block_table + row * stride_table,
+        stride_k_block,
+        stride_k_slot,
+        stride_v_block,
+        stride_v_slot,
+        first_tile,
+        low,
+        end,
+        m,
+        norm,
+        acc,
+        score_scale,
+        cap,
+        PAGE,
+        TILE,
+        DIM,
+        DIM_PAD,
+        SWAP_AB,
+        E4M3_BITS,
+        HAS_WINDOW,
+        HAS_CAP,
+        COMPUTE,
+        PRECISION,
+    )
+
+    # A sequence without tokens has norm = 0 (1 with a sink) and acc = 0; its output is 0.
+    inverse = v_scale / tl.where(norm > 0, norm, 1.0)
+    result = acc * (inverse[None, :] if SWAP_AB else inverse[:, None])
+    if part < 0:
+        if SWAP_AB:
+            place = heads[None, :] * stride_out_head + dims[:, None]
+        else:
+            place = heads[:, None] * stride_out_head + dims[None, :]
+        tl.store(out + row * stride_out_row + place, result.to(out.dtype.element_ty), mask=valid)
+    else:
+        at = part * KV_HEADS * GROUP + heads
+        tl.store(part_lse + at, m + tl.log2(norm), mask=rows < GROUP)
+        parts_at = at[None, :] * DIM + dims[:, None] if SWAP_AB else at[:, None] * DIM + dims[None, :]
+        tl.store(part_out + parts_at, result, mask=valid)

@@ -208,9 +208,9 @@ def default_config(dtype: torch.dtype, head_dim: int, capability: tuple[int, int
         return PrefillConfig(rows=16, tile=16, warps=4, stages=2)
     if capability is None:
         return PrefillConfig(rows=64, tile=32, warps=4, stages=1)
-    if head_dim > 128:
-        return PrefillConfig(rows=64, tile=32, warps=4, stages=2)
-    return PrefillConfig()
+    if capability[0] < 9:  # 64 tokens of KV or 128 rows of 256 spill registers there
+        return PrefillConfig(rows=128 if head_dim <= 128 else 64, tile=32, stages=3 if head_dim <= 128 else 2)
+    return PrefillConfig() if head_dim <= 128 else PrefillConfig(tile=32, stages=2)
 
 
 def paged_prefill(

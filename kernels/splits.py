@@ -1,10 +1,15 @@
 """How decode work is cut along a sequence: a fixed number of splits, or a work list for skewed lengths.
 
 Decode is a read of the KV cache, so a cut is good when every SM streams until the very end and merging costs
-little. Plain Python, no torch: it runs on the host once per step, for all layers.
+little. No torch: it runs on the host once per step, for all layers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 MAX_SPLITS = 128
 # Work that a program does besides its tokens (start, epilogue, its share of the merge), in tokens' time.
@@ -58,3 +63,83 @@ def choose_num_splits(
     costs = {n: split_cost_tokens(n, max_len, total, kv_heads, slots) for n in range(1, most + 1)}
     best = min(costs.values())
     return min(n for n, cost in costs.items() if cost <= best * 1.02)
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """Equal shares of a batch's tiles, one a worker, for one KV head each; the same shares serve all heads.
+
+    ``packed``, int32: where each worker's items begin ``[workers + 1]``, where each row's parts begin
+    ``[batch + 1]``, then items ``[capacity, 4]``: row, first tile, end tile, part (-1: the row's only item,
+    which writes the output itself). Its size depends on workers and batch only, so a CUDA graph can keep it.
+    """
+
+    packed: np.ndarray
+    workers: int
+    batch: int
+    kv_heads: int
+    tile: int
+    window: int
+
+    @property
+    def capacity(self) -> int:
+        """Most items, and so parts, that a plan of this size can have."""
+        return self.workers + self.batch
+
+    @property
+    def items(self) -> np.ndarray:
+        """Items in use ``[items, 4]``."""
+        count = self.packed[self.workers]
+        return self.packed[self.workers + self.batch + 2 :].reshape(-1, 4)[:count]
+
+
+def plan_work(
+    seq_lens: Sequence[int] | np.ndarray,
+    kv_heads: int,
+    num_sms: int,
+    *,
+    tile: int = 64,
+    window: int = 0,
+    programs_per_sm: int = 2,
+) -> WorkPlan:
+    """Cut a batch of skewed lengths (tokens, on the host) into equal shares for a grid that fills the GPU.
+
+    Rows are laid end to end in tiles of ``tile`` tokens and cut at equal distances, as stream-K does, so no
+    worker waits for one long sequence. A cut that would leave a piece under MIN_PART_TOKENS moves to the
+    row's end. O(batch + workers), once a step for all layers.
+    """
+    lens = [int(n) for n in seq_lens]
+    workers = max(1, num_sms * programs_per_sm // kv_heads)
+    firsts = [max(n - window, 0) // tile if window > 0 else 0 for n in lens]
+    ends = [-(-n // tile) for n in lens]
+    total = sum(ends) - sum(firsts)
+    least = max(1, MIN_PART_TOKENS // tile)
+    items: list[list[int]] = []
+    worker_start, part_start = [0], [0]
+    left = total
+    room = max(-(-left // workers), least)
+    for row, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+        begin, at = len(items), first
+        while at < end or len(items) == begin:
+            take = min(end - at, room)
+            if end - at - take < least:
+                take = end - at
+            items.append([row, at, at + take, -1])
+            at += take
+            left -= take
+            room -= take
+            if room < least and len(worker_start) < workers:
+                worker_start.append(len(items))
+                # Shared anew, so that moved cuts do not pile up on the last worker.
+                room = max(-(-left // (workers - len(worker_start) + 1)), least)
+        pieces = items[begin:]
+        if len(pieces) > 1:
+            for number, piece in enumerate(pieces):
+                piece[3] = part_start[-1] + number
+        part_start.append(part_start[-1] + (len(pieces) if len(pieces) > 1 else 0))
+    worker_start += [len(items)] * (workers + 1 - len(worker_start))
+    packed = np.zeros(workers + 1 + len(lens) + 1 + 4 * (workers + len(lens)), np.int32)
+    packed[: workers + 1] = worker_start
+    packed[workers + 1 : workers + 2 + len(lens)] = part_start
+    packed[workers + 2 + len(lens) :].reshape(-1, 4)[: len(items)] = items if items else np.empty((0, 4))
+    return WorkPlan(packed, workers, len(lens), kv_heads, tile, window)

@@ -25,7 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kvplan.kernels.cache_ops
+import kvplan.kernels.combine
 import kvplan.kernels.decode
+import kvplan.kernels.mla
 import kvplan.kernels.prefill
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -56,20 +58,21 @@ class Recorder:
 
 
 def record(module: Any, call: Callable[[], Any]) -> dict[str, tuple[Any, tuple, dict]]:
-    """The launches that ``call`` makes of the kernels defined in ``module``."""
+    """The launches that ``call`` makes of the kernels defined in ``module`` and of the joining kernel."""
     launches: dict[str, tuple[Any, tuple, dict]] = {}
-    kept = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, triton.JITFunction) and value.fn.__module__ == module.__name__
-    }
+    kept = [
+        (owner, name, value)
+        for owner in (module, kvplan.kernels.combine)
+        for name, value in vars(owner).items()
+        if isinstance(value, triton.JITFunction) and value.fn.__module__ == owner.__name__
+    ]
     try:
-        for name, kernel in kept.items():
-            setattr(module, name, Recorder(kernel, launches))
+        for owner, name, kernel in kept:
+            setattr(owner, name, Recorder(kernel, launches))
         call()
     finally:
-        for name, kernel in kept.items():
-            setattr(module, name, kernel)
+        for owner, name, kernel in kept:
+            setattr(owner, name, kernel)
     return launches
 
 
@@ -196,7 +199,16 @@ def write_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     return module, lambda: module.write_kv(q, q, cache, cache.clone(), torch.zeros(2, dtype=torch.int64))
 
 
-CALLS = {"decode": decode_call, "prefill": prefill_call, "write": write_call}
+def mla_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """An MLA decode launch (512 + 64) by dtype, kv_dtype, group (heads), block_size, splits, config."""
+    module = kvplan.kernels.mla
+    q, cache, table, lens = tensors({"group": 16} | request | {"kv_heads": 1, "dim": 576})
+    config = module.MlaConfig(**request["config"]) if "config" in request else None
+    options = {"scale": 0.07, "num_splits": request.get("splits", 8), "config": config}
+    return module, lambda: module.mla_decode(q, cache[:, :, 0], table, lens, **options)
+
+
+CALLS = {"mla": mla_call, "decode": decode_call, "prefill": prefill_call, "write": write_call}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from torch import Tensor
 # An id behind a table's end: far outside any cache here, yet a valid int32.
 INVALID_BLOCK = 2**30
 # Largest relative L2 error against float64. float32: rounding of the sums. float16, bfloat16: rounding of the
-# weights and the output to 11 and 8 bits. The interpreter computes bfloat16 and float8 in higher precision,
-# so only the output's rounding is left (its store to bfloat16 truncates).
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 6e-3}
+# weights and the output to 11 bits. bfloat16 is computed in float32 by the interpreter (which multiplies its
+# bit patterns otherwise) and tests take its output in float32 (its store truncates): float32's bound.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 2e-6}
 
 
 @dataclass(frozen=True)
