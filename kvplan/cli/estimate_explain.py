@@ -38,7 +38,7 @@ def _pool_steps(e: Estimate, steps: Steps) -> int | None:
         if e.verdict.fits is None:
             return None
         return steps.add("KV pool, as given", _gib(e.available_kv_bytes), "flag")
-    total = steps.add("what the driver reports", _gib(b.total_bytes), "catalogue")
+    total = steps.add(_total_in_words(e), _gib(b.total_bytes), "catalogue")
     given = engine.settings.gpu_memory_utilization is not None
     budget = (
         0
@@ -72,6 +72,10 @@ def _pool_steps(e: Estimate, steps: Steps) -> int | None:
         _gib(e.available_kv_bytes),
         f"± {b.band_bytes / GIB:.2f}",
     )
+
+
+def _total_in_words(e: Estimate) -> str:
+    return "the data sheet's total" if "total_bytes" in e.gpu.unverified else "what the driver reports"
 
 
 def _uniform_steps(e: Estimate, steps: Steps) -> tuple[int, int]:

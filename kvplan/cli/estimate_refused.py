@@ -83,8 +83,8 @@ def _fix_table(enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> s
         Column("GPUs"),
         Column("gains GiB"),
         Column("spare"),
-        Column("longest"),
-        Column("at once", optional=1),
+        Column("longest", optional=1),
+        Column("at once", optional=2),
     ]
 
     def row(fix: Fix) -> list[str]:

@@ -164,7 +164,8 @@ def _budget_table(e: Estimate, term: Terminal) -> list[str]:
     shown, total = gib_parts(sizes, b.total_bytes)
     shares = percents(sizes)
     body = [[g, part, s, p, why] for (g, part, _, why), s, p in zip(rows, shown, shares, strict=True)]
-    body.append(["", "total", total, "100", "as the driver reports it"])
+    read = "total_bytes" not in e.gpu.unverified
+    body.append(["", "total", total, "100", "as the driver reports it" if read else "from the data sheet"])
     columns = [
         Column("", "left"),
         Column("part", "left"),

@@ -307,9 +307,10 @@ def resolve_gpu(flags: Flags) -> tuple[GPU, tuple[str, ...]]:
     except InputError:
         gpu = find_gpu(DEFAULT_GPU)
         note = f"{name} is not in the catalogue: all but its memory is taken from {gpu.name}"
-        return replace(gpu, name=name, total_bytes=total_bytes), (note,)
+        return replace(gpu, name=name, total_bytes=total_bytes, unverified=()), (note,)
     note = f"GPU memory {given_gib:g} GiB as given; {gpu.name} reports {gpu.total_gib:.2f}"
-    return replace(gpu, total_bytes=total_bytes), (note,)
+    unverified = tuple(name for name in gpu.unverified if name != "total_bytes")
+    return replace(gpu, total_bytes=total_bytes, unverified=unverified), (note,)
 
 
 def resolve_model(flags: Flags) -> tuple[ModelSpec, EngineSettings, tuple[str, ...], str | None]:

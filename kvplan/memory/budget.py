@@ -338,6 +338,9 @@ def _band(model: ModelSpec, gpu: GPU, engine: Resolved, budget: int, graphs: int
     if any(layer.index_dim for layer in model.layers):
         band += 3 * GIB
         notes.append("work areas of sparse-attention indexers are not modelled")
+    if "total_bytes" in gpu.unverified:
+        band += 0.01 * budget
+        notes.append(f"total memory of {gpu.name} from its data sheet: no driver's reading is known")
     if gpu.vendor.lower() != "nvidia":
         band += 0.05 * budget
         notes.append(f"no {gpu.vendor} log stands behind these terms")
