@@ -120,7 +120,7 @@ def simulate_command(
         random_len_range, seed, request_rate, burstiness, max_concurrency, speed_up,
     )  # fmt: skip
     target = resolve_target(flags)
-    _refuse_unmodelled(target)
+    _refuse_unmodelled(target, clock)
     sizes = [Flag("block_size", int, "", high=1 << 20).parse(text) for text in block_size or ()]
     plans = _plans(target, sizes or [target.settings.block_size], allocation, unlimited, quiet)
     refused = next((plan for plan in plans if _is_refused(plan, flags, unlimited)), None)
@@ -273,9 +273,13 @@ def _all_at_once(requests: Trace) -> bool:
 # ------------------------------------------------------------------------------------------------- the runs
 
 
-def _refuse_unmodelled(target: Target) -> None:
+def _refuse_unmodelled(target: Target, clock: ClockKind) -> None:
     """Flags that would change the run and are not simulated are refused, never ignored."""
     s = target.settings
+    if s.engine != "vllm":
+        raise InputError(f"--engine {s.engine}: simulate follows vLLM's scheduler only; use --engine vllm.")
+    if target.bare and clock is ClockKind.MODELLED:
+        raise InputError("--layers ... give no weights to time a step with: name a model, or --clock steps.")
     for said, flag, what in (
         (s.num_speculative_tokens > 0, "--num-speculative-tokens", "speculative decoding is"),
         (s.kv_offload_gib > 0, "--kv-offload-gib", "offloading is"),
@@ -303,6 +307,11 @@ def _plans(
                 f"{target.model.name} keeps {len(plan.groups)} KV groups (windows or states beside full "
                 "attention); simulate handles one so far.\n"
                 "  --disable-hybrid-kv-cache-manager runs windowed layers as full attention."
+            )
+        if target.bare and plan.num_gpu_blocks < 2 and not unlimited:
+            raise InputError(
+                "--layers ... give no weights, so no pool: add --num-gpu-blocks-override or "
+                "--kv-cache-memory-bytes."
             )
         plans.append(plan)
     return plans

@@ -31,7 +31,7 @@ def one_view(
 ) -> list[str]:
     """Blocks of lines for one run."""
     case = cases[0]
-    lines = [*verdict_lines(case, requests, steps, term), "", subject(target, case, requests), ""]
+    lines = [*verdict_lines(case, requests, steps, term), "", subject(target, case, requests, term), ""]
     lines += [latency_table(case, steps, term), "", *pool_lines(case, allocation, term), ""]
     lines += counters(case, requests)
     if case.summary["rejected"] or case.summary["cancelled"] or case.summary["timed_out"]:
@@ -58,7 +58,7 @@ def verdict_lines(case: Case, requests: Trace, steps: bool, term: Terminal) -> l
         rate = f"{render.fixed(s['output_throughput'], 1)} output tokens a {'step' if steps else 'second'}"
         lines.append(render.verdict("SERVED", f"{served} in {_duration(s, unit)}, {rate}", None, term))
     if s["saturated"]:
-        lines.append("Saturated: the queue keeps growing, so latency tails only measure the trace's length.")
+        lines.append("Saturated: the load outran the server; tails only measure the trace's length.")
     return lines
 
 
@@ -74,17 +74,19 @@ def _target_value(result: Any) -> str:
     return f"{name} {slo.statistic} {value} (target {slo.limit_s * scale:g})"
 
 
-def subject(target: Target, case: Case, requests: Trace) -> str:
+def subject(target: Target, case: Case, requests: Trace, term: Terminal) -> str:
     s = target.settings
     version = case.plan.engine.version
     gpus = s.tensor_parallel_size
     tp = f" (TP {gpus})" if gpus > 1 else ""
-    kind = requests.provenance.kind
+    load = (
+        f"{requests.provenance.kind}, {render.count(len(requests))} requests, "
+        f"{render.count(int(requests.input_tokens.sum()))} + {render.count(int(requests.output_tokens.sum()))} tokens"
+    )
+    source = render.escape(requests.provenance.source)
     return (
         f"{target.model.name.split('/')[-1]} on {gpus} x {target.gpu.name}{tp}, rules of vLLM "
-        f"{version[0]}.{version[1]}\n"
-        f"{render.escape(requests.provenance.source)}: {kind}, {render.count(len(requests))} requests, "
-        f"{render.count(int(requests.input_tokens.sum()))} + {render.count(int(requests.output_tokens.sum()))} tokens"
+        f"{version[0]}.{version[1]}\n{render.wrap(f'{source}: {load}', term.width)}"
     )
 
 
@@ -221,7 +223,7 @@ def many_view(
             ]
         )
     best = _best(cases)
-    lines = [best_line(best, cases, term), "", subject(target, cases[0], requests), ""]
+    lines = [best_line(best, cases, term), "", subject(target, cases[0], requests, term), ""]
     lines += [render.table(columns, rows, term), ""]
     lines.append(render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width))
     return lines
