@@ -6,10 +6,11 @@ checks that output against the float64 reference before it times anything, whoev
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvplan.bench.cells import SHORT_NAMES, Shape
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvplan.bench.tensors import Paged
 
 Run = Callable[[], Any]
-Role = Literal["kernel", "baseline", "peer"]
+Role = Literal["kernel", "variant", "baseline", "peer"]
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,16 @@ def _offered(backend: Backend, device_kind: str) -> bool:
 # ---- our kernels ------------------------------------------------------------------------------------
 
 
-def _triton(paged: Paged) -> Run:
+def _triton(paged: Paged, changes: dict[str, Any] | None = None) -> Run:
     from kvplan.kernels import decode
+
+    config = None
+    if changes:
+        _, capability = decode.device_traits(paged.q)
+        default = decode.default_config(
+            paged.q.dtype, paged.k_cache.dtype, paged.tokens.shape.head_dim, capability
+        )
+        config = replace(default, **changes)
 
     longest = paged.tokens.longest
 
@@ -118,10 +127,38 @@ def _triton(paged: Paged) -> Run:
             paged.seq_lens,
             max_seq_len=longest,
             check=check,
+            config=config,
         )
 
     run(check=True)  # ids and lengths are checked once a step, not in each layer's call
     return run
+
+
+# `--ablate`: one thing of the default changed at a time. "q as M" and "K as M" are the two forms of the dot.
+TRITON_VARIANTS: dict[str, dict[str, Any]] = {
+    "tile 32": {"tile": 32},
+    "tile 64": {"tile": 64},
+    "tile 128": {"tile": 128},
+    "2 warps": {"warps": 2},
+    "4 warps": {"warps": 4},
+    "8 warps": {"warps": 8},
+    "2 stages": {"stages": 2},
+    "3 stages": {"stages": 3},
+    "4 stages": {"stages": 4},
+    "5 stages": {"stages": 5},
+    "q as M": {"swap_ab": False},
+    "K as M": {"swap_ab": True},
+}
+
+
+def variants(device_kind: str) -> list[Backend]:
+    """Our GPU kernel with its tuning changed, for `--ablate`; InputError where there is no such kernel."""
+    if device_kind != "cuda":
+        raise InputError("--ablate varies the tuning of the GPU kernel; this run is on a CPU.")
+    return [
+        Backend(name, "variant", ("cuda",), functools.partial(_triton, changes=changes), _triton_refuses)
+        for name, changes in TRITON_VARIANTS.items()
+    ]
 
 
 def _triton_refuses(shape: Shape, block_size: int) -> str | None:

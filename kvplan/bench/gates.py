@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvplan.bench import tensors
 from kvplan.bench.cells import SHORT_NAMES, Shape
+from kvplan.bench.kernel import one_line
 from kvplan.kernels import reference
 
 Decode = Callable[..., Any]
@@ -114,8 +115,8 @@ def result(name: str, error: float, tolerance: float) -> GateResult:
 
 
 def raised(name: str, failure: Exception) -> GateResult:
-    first_line = (str(failure).strip().splitlines() or [""])[0]
-    return GateResult(name, False, None, None, f"{type(failure).__name__}: {first_line}")
+    """The failed gate that an exception is."""
+    return GateResult(name, False, None, None, one_line(failure))
 
 
 def make_variant(variant: Variant, device: str) -> tuple[tensors.Paged, dict[str, Any]]:

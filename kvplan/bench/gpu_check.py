@@ -1,9 +1,9 @@
 """One command for a machine with a GPU: ``python -m kvplan.bench.gpu_check [--out DIR] [--seconds S]``.
 
-In order: versions; correctness gates of the Triton kernels; the kernel sweep; peers where installed; a
-summary with every table last. Each part is a process of its own, so one that cannot be imported, crashes or
-hangs costs only itself, and the summary names it. Plain allocations only; no clock or mode of the GPU is
-changed; nothing is read outside the checkout and the Python it runs in. At most ten minutes.
+In order: versions; correctness gates of the Triton kernels; the kernel sweep; the kernel's tuning; peers
+where installed; a summary with every table last. Each part is a process of its own, so one that cannot be
+imported, crashes or hangs costs only itself, and the summary names it. Plain allocations only; no clock or
+mode of the GPU is changed; nothing is read outside the checkout and its Python. At most ten minutes.
 
 Exit code: 0 all right; 1 a gate, a cell or a part failed; 2 no GPU here.
 """
@@ -26,7 +26,7 @@ from kvplan.errors import InputError
 
 TOTAL_SECONDS = 570.0
 GATES_SHARE = 0.35  # of the time at most; what the gates leave goes to the sweep
-PEERS_SHARE = 0.3  # of what is left after the gates
+SWEEP_SHARE = 0.55  # of what is left after the gates; then tuning, then peers
 GRACE_SECONDS = 45.0  # from "begin no further cell" to the end of a sweep
 PEERS = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
 
@@ -63,13 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     gates, gates_part = run_gates_part(options.out, options.seconds * GATES_SHARE)
     parts = [gates_part, write_gates(options.out / "gates", gates, device)]
     left = ends - time.monotonic()
+    parts.append(run_sweep("kernel sweep", sweep_arguments(options.out), left * SWEEP_SHARE))
     peers = [name for name, module in PEERS.items() if _installed(module)]
-    parts.append(
-        run_sweep("kernel sweep", sweep_arguments(options.out), left * (1 - PEERS_SHARE * bool(peers)))
-    )
-    for i, name in enumerate(peers):
-        share = (ends - time.monotonic()) / (len(peers) - i)
-        parts.append(run_sweep(f"peer {name}", peer_arguments(name, options.out), share))
+    others = [("tuning", tuning_arguments(options.out))]
+    others += [(f"peer {name}", peer_arguments(name, options.out)) for name in peers]
+    for i, (name, arguments) in enumerate(others):
+        parts.append(run_sweep(name, arguments, (ends - time.monotonic()) / (len(others) - i)))
     failed_gates = sum(not gate["passed"] for gate in gates)
     _say(summary_text(parts, gates, peers, device))
     return 1 if failed_gates or any(part.outcome != "ok" for part in parts) else 0
@@ -78,6 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sweep_arguments(out: Path) -> list[str]:
     """Arguments of ``kvplan bench`` for our kernel over the standard preset."""
     return ["--preset", "standard", "--backend", "triton", "-o", str(out / "kernel")]
+
+
+def tuning_arguments(out: Path) -> list[str]:
+    """One set-up of the targets with the kernel's tuning changed, one thing at a time."""
+    return [
+        *("--batch-size", "32", "--context-len", "8192", "--block-size", "16", "--ablate"),
+        *("--backend", "triton", "-o", str(out / "tuning")),
+    ]
 
 
 def peer_arguments(name: str, out: Path) -> list[str]:

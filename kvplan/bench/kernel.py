@@ -70,20 +70,19 @@ class SuiteResult:
 def jobs_of(shape: Shape, block_sizes: Sequence[int], backends: Sequence[Backend]) -> list[Job]:
     """What runs for one shape, in the order of the table: kernels by block size, then what they stand beside.
 
-    Gather + SDPA runs at one block size: 16 where that is swept, else the first.
+    Variants of a kernel and gather + SDPA run at one block size: 16 where that is swept, else the first.
     """
-    gather_block = 16 if 16 in block_sizes else block_sizes[0]
+    one_size = 16 if 16 in block_sizes else block_sizes[0]
     longest = max(shape.seq_lens())
     jobs = []
     for backend in backends:
-        if backend.role == "baseline":
-            block = None if backend.layout == "contiguous" else gather_block
-            jobs.append(Job(backend, block))
+        if backend.role in ("baseline", "variant"):
+            jobs.append(Job(backend, None if backend.layout == "contiguous" else one_size))
         else:
             jobs += [Job(backend, block) for block in block_sizes]
         if backend.role == "kernel":
             jobs.append(Job(backend, longest, one_block=True))
-    order = {"kernel": 0, "baseline": 1, "peer": 2}
+    order = {"kernel": 0, "variant": 1, "baseline": 2, "peer": 3}
     return sorted(jobs, key=lambda job: order[job.role])
 
 
@@ -191,9 +190,7 @@ def measure(
         runs = [run, *(job.backend.prepare(paged.copy()) for _ in range(copies - 1))]
         timed = _time(runs, device)
     except Exception as error:  # a backend's fault, out of memory included, is that row's result
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        reason = f"{type(error).__name__}: {first_line}"
-        return _row(base, job, device, status="error", reason=reason), check
+        return _row(base, job, device, status="error", reason=one_line(error)), check
     rate = shape.kv_bytes / timed["median_ms"] / 1e6
     numbers = {
         **checked,
@@ -202,6 +199,12 @@ def measure(
         "copies": copies,
     }
     return _row(base, job, device, status="ok", **numbers), check
+
+
+def one_line(error: Exception) -> str:
+    """An exception as a reason in a table: its type and first line, cut where a compiler's would go on."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first if len(first) <= 160 else first[:157] + '...'}"
 
 
 def job_shape(job: Job, shape: Shape) -> Shape:

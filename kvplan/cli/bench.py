@@ -62,6 +62,9 @@ def bench(
     table: Annotated[
         str | None, typer.Option(help="Order of blocks in the pool.", metavar="random|contiguous")
     ] = None,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Also the GPU kernel with one tuning changed at a time.")
+    ] = False,
     max_seconds: Annotated[
         float | None, typer.Option(help="Begin no further cell after this long.", metavar="S")
     ] = None,
@@ -108,6 +111,7 @@ def bench(
     from kvplan.bench import backends, ceilings, kernel
 
     chosen = backends.choose(backend or [], where.kind)
+    chosen += backends.variants(where.kind) if ablate else []
     before = ceilings.measure_ceilings(where)
     with render.Progress("bench", 0, "cells", quiet) as progress:
 

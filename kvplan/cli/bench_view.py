@@ -159,6 +159,8 @@ def _in_shares(row: Row) -> bool:
 def _short(row: Row) -> str:
     if row["role"] == "kernel":
         return str(row["block_size"])
+    if row["role"] == "variant":
+        return str(row["backend"])
     if row["role"] == "baseline":
         return {"contiguous SDPA": "SDPA", "gather + SDPA": "gather"}.get(row["backend"], "1 block")
     return f"{row['backend']} {row['block_size']}"
@@ -167,6 +169,8 @@ def _short(row: Row) -> str:
 def _label(row: Row, several_kernels: bool) -> str:
     if row["role"] == "peer":
         return f"{row['backend']}, page {row['block_size']}"
+    if row["role"] == "variant":
+        return f"{row['block_size']}, {row['backend']}"
     if row["role"] == "baseline":
         own = row["backend"].removesuffix(", one block a row")
         if own == row["backend"]:
