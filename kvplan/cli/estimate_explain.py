@@ -75,7 +75,7 @@ def _pool_steps(e: Estimate, steps: Steps) -> int | None:
 
 
 def _total_in_words(e: Estimate) -> str:
-    return "the data sheet's total" if "total_bytes" in e.gpu.unverified else "what the driver reports"
+    return "total, not read off a driver" if "total_bytes" in e.gpu.unverified else "what the driver reports"
 
 
 def _uniform_steps(e: Estimate, steps: Steps) -> tuple[int, int]:

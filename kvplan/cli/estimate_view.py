@@ -165,7 +165,7 @@ def _budget_table(e: Estimate, term: Terminal) -> list[str]:
     shares = percents(sizes)
     body = [[g, part, s, p, why] for (g, part, _, why), s, p in zip(rows, shown, shares, strict=True)]
     read = "total_bytes" not in e.gpu.unverified
-    body.append(["", "total", total, "100", "as the driver reports it" if read else "from the data sheet"])
+    body.append(["", "total", total, "100", "as the driver reports it" if read else "not a driver's reading"])
     columns = [
         Column("", "left"),
         Column("part", "left"),

@@ -340,7 +340,7 @@ def _band(model: ModelSpec, gpu: GPU, engine: Resolved, budget: int, graphs: int
         notes.append("work areas of sparse-attention indexers are not modelled")
     if "total_bytes" in gpu.unverified:
         band += 0.01 * budget
-        notes.append(f"total memory of {gpu.name} from its data sheet: no driver's reading is known")
+        notes.append(f"total memory of {gpu.name} is no driver's reading ({gpu.source})")
     if gpu.vendor.lower() != "nvidia":
         band += 0.05 * budget
         notes.append(f"no {gpu.vendor} log stands behind these terms")
