@@ -29,6 +29,7 @@ import kvplan.kernels.combine
 import kvplan.kernels.decode
 import kvplan.kernels.mla
 import kvplan.kernels.prefill
+import kvplan.kernels.splits
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -169,13 +170,15 @@ def tensors(request: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 
 
 def decode_call(request: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    """A decode launch by dtype, kv_dtype, group, dim, block_size, splits, window, soft_cap, sinks, config."""
+    """A decode launch by dtype, kv_dtype, group, dim, block_size, splits, window, soft_cap, sinks, plan."""
     module = kvplan.kernels.decode
     q, cache, table, lens = tensors(request)
     config = module.DecodeConfig(**request["config"]) if "config" in request else None
     sinks = torch.zeros(q.shape[1]) if request.get("sinks") else None
     options = {"num_splits": request.get("splits", 8), "config": config, "sinks": sinks}
     options |= {key: request[key] for key in ("window", "soft_cap") if key in request}
+    if request.get("plan"):
+        options["plan"] = kvplan.kernels.splits.plan_work([0, 0], cache.shape[2], 132)
     return module, lambda: module.paged_decode(q, cache, cache, table, lens, **options)
 
 
@@ -222,6 +225,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):
             compiled = compile_launch(kernel, args, kwargs, arch)
         result[name] = read_amd(compiled) if arch == 942 else read_cuda(compiled)
+        result[name] |= {key: kwargs.get(key) for key in ("num_warps", "num_stages", "TILE", "SWAP_AB")}
     return result
 
 

@@ -39,6 +39,10 @@ if HAVE_TRITON:
         os.environ["TRITON_INTERPRET"] = before
 
 
+# What the compiler made of each launch, for the table that --full-compile prints.
+FOUND: list[tuple[str, str, dict[str, Any]]] = []
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full-compile", action="store_true", help="compile every tuned kernel configuration")
 
@@ -66,8 +70,27 @@ def compile_kernels() -> Iterator[Callable[..., dict[str, Any]]]:
         worker.stdin.flush()
         reply = json.loads(worker.stdout.readline() or '{"error": "the compile worker ended"}')
         assert "error" not in reply, reply["error"]
+        for kernel, found in reply.items():
+            FOUND.append((" ".join(str(value) for value in request.values()), kernel, found))
         return reply
 
     yield ask
     worker.stdin.close()
     worker.wait(timeout=60)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not FOUND or not config.getoption("--full-compile", default=False):
+        return
+    terminalreporter.section("compiled kernels")
+    terminalreporter.line(
+        f"{'launch':64}{'regs':>6}{'stack B':>9}{'shared KiB':>12}{'16 B loads':>12}  tensor core"
+    )
+    for launch, kernel, found in FOUND:
+        if kernel != "_combine_kernel":
+            shared_kib = found["shared_bytes"] / 1024
+            numbers = (
+                f"{found['registers']:6}{found['stack_bytes']:9}{shared_kib:12.1f}{found['loads']['16']:12}"
+            )
+            instructions = f"{found['tensor_core']} x {', '.join(found['mma']) or '-'}"
+            terminalreporter.line(f"{launch:64}{numbers}  {instructions}")
