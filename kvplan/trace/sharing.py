@@ -18,7 +18,7 @@ from kvplan.trace.sessions import PRIVATE_STREAMS
 
 @dataclass(frozen=True)
 class PrefixKeys:
-    """Dense keys of request i's blocks: ``key[offsets[i] : offsets[i+1]]``, and the tokens up to each one's end."""
+    """Dense keys: request i has ``key[offsets[i] : offsets[i+1]]``; ``tokens`` is where each block ends."""
 
     key: Ints
     offsets: Ints
@@ -40,6 +40,8 @@ def id_size(trace: Trace) -> int:
     ends = trace.segment_offsets[1:][np.diff(trace.segment_offsets) > 0] - 1
     last[ends] = True
     private = trace.segment_stream >= PRIVATE_STREAMS
+    if private.all():
+        return 0
     inner = trace.segment_length[~last & ~private]
     size = int(inner[0]) if len(inner) else int(trace.segment_length.max())
     # A private piece is the rest of a prompt; before it stands an id, whole like all others.
@@ -48,7 +50,7 @@ def id_size(trace: Trace) -> int:
 
 
 def prefix_keys(trace: Trace, block_size: int | None = None) -> PrefixKeys:
-    """Keys of the prompts' full blocks of ``block_size`` tokens; None: of the file's own ids, partial ones too."""
+    """Keys of the prompts' full blocks of ``block_size``, or (None) of the file's ids, partial ones too."""
     stream, start, length, offsets = (
         trace.segment_stream,
         trace.segment_start,
@@ -132,7 +134,7 @@ def _chain(stream: Ints, start: Ints, length: Ints, offsets: Ints, tenant: Ints)
 
 
 def seen_before(keys: PrefixKeys) -> Any:
-    """Which blocks a cache without limit would hit: those whose key an earlier request had (bool per block)."""
+    """Blocks that a cache without limit hits: an earlier request had their key (bool per block)."""
     first = np.full(keys.distinct, len(keys), np.int64)
     at = np.arange(len(keys))
     np.minimum.at(first, keys.key, at)
