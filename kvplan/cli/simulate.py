@@ -81,13 +81,12 @@ def simulate_command(
     max_concurrency: Annotated[
         str | None, typer.Option(metavar="C", help="Closed loop of C requests")
     ] = None,
-    speed_up: Annotated[
-        str | None, typer.Option(metavar="X", help="Divide the trace's times by X")
-    ] = None,
+    speed_up: Annotated[str | None, typer.Option(metavar="X", help="Divide the trace's times by X")] = None,
     unlimited: Annotated[bool, typer.Option("--unlimited", help="A pool that never runs out")] = False,
     clock: Annotated[ClockKind, typer.Option(help="What a step lasts")] = ClockKind.MODELLED,
     allocation: Annotated[
-        str, typer.Option(metavar="KIND", help="paged, reserve-max[:LEN|longest], reserve-pow2, reserve-oracle")
+        str,
+        typer.Option(metavar="KIND", help="paged, reserve-max[:LEN|longest], reserve-pow2, reserve-oracle"),
     ] = "paged",
     slo: Annotated[
         list[str] | None, typer.Option(metavar="ttft=1s,p99", help="Latency target; repeatable")
@@ -151,8 +150,8 @@ def warmup_command() -> None:
     """Compile the scheduler now and keep it on disk, so that the first simulate starts at once."""
     from time import perf_counter
 
-    from kvplan.sim.run import simulate, steps_clock
     from kvplan.sim.rules import rules_for
+    from kvplan.sim.run import simulate, steps_clock
     from kvplan.spec.catalogue import DEFAULT_GPU, DEFAULT_MODEL, find_gpu, find_model
     from kvplan.spec.engine import EngineSettings, resolve
     from kvplan.trace.generate import random_trace
@@ -201,7 +200,13 @@ class Load:
         burstiness = self.number("burstiness", float, 1.0, 1e-3, 1e6)
         concurrency = self.number("max_concurrency", int, 0, 1, 1 << 20)
         factor = self.number("speed_up", float, 1.0, 1e-9, 1e9)
-        random = ("random_input_len", "random_output_len", "num_prompts", "random_range_ratio", "random_len_range")
+        random = (
+            "random_input_len",
+            "random_output_len",
+            "num_prompts",
+            "random_range_ratio",
+            "random_len_range",
+        )
         if self.trace is not None:
             said = [f"--{name.replace('_', '-')}" for name in random if getattr(self, name) is not None]
             if said:
@@ -359,7 +364,9 @@ def _run_all(
         if unlimited:
             blocks = int((-(-stop // plan.block_size)).sum()) + 2
             if blocks > MAX_UNLIMITED_BLOCKS:
-                raise InputError(f"--unlimited would need {blocks:,} blocks here; use --num-gpu-blocks-override.")
+                raise InputError(
+                    f"--unlimited would need {blocks:,} blocks here; use --num-gpu-blocks-override."
+                )
         rules = rules_for(plan.engine, blocks, plan.block_size, max_concurrency=concurrency, record=record)
         reserve = sim.reserved_tokens(requests, stop, allocation, plan.engine.max_model_len)
 
@@ -368,9 +375,7 @@ def _run_all(
             used = 100 * (rules.num_blocks - 1 - int(c["free"])) // max(1, rules.num_blocks - 1)
             progress.update(sum(done), f"KV {used} %")
 
-        run = sim.simulate(
-            requests, rules, _clock(target, plan, clock), reserve=reserve, progress=report
-        )
+        run = sim.simulate(requests, rules, _clock(target, plan, clock), reserve=reserve, progress=report)
         itl_s, weights = inter_token_latencies(run)
         return Case(
             plan,
@@ -417,7 +422,8 @@ def _assumptions(target: Target, plan: PoolPlan, load: Load, clock: ClockKind) -
     said = [*target.notes, *plan.assumptions]
     if load.is_default:
         said.append(
-            f"no TRACE: {DEFAULT_PROMPTS:,} constructed requests of {DEFAULT_INPUT_LEN} + {DEFAULT_OUTPUT_LEN} "
+            f"no TRACE: {DEFAULT_PROMPTS:,} constructed requests of {DEFAULT_INPUT_LEN} + "
+            f"{DEFAULT_OUTPUT_LEN} "
             f"tokens, {DEFAULT_RATE:g} a second"
         )
     if clock is ClockKind.MODELLED:
@@ -442,9 +448,7 @@ def _report(
     from kvplan.cli.simulate_view import many_view, one_view
 
     if format is not Format.TABLE:
-        rows = [
-            {**case.summary, "assumptions": assumptions, "verdict": _verdict(case)} for case in cases
-        ]
+        rows = [{**case.summary, "assumptions": assumptions, "verdict": _verdict(case)} for case in cases]
         render.emit(rows, format)
         return
     term = render.terminal()

@@ -36,7 +36,10 @@ def one_view(
     lines += counters(case, requests)
     if case.summary["rejected"] or case.summary["cancelled"] or case.summary["timed_out"]:
         lines.append(failures(case))
-    lines += ["", render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width)]
+    lines += [
+        "",
+        render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width),
+    ]
     return lines
 
 
@@ -81,7 +84,8 @@ def subject(target: Target, case: Case, requests: Trace, term: Terminal) -> str:
     tp = f" (TP {gpus})" if gpus > 1 else ""
     load = (
         f"{requests.provenance.kind}, {render.count(len(requests))} requests, "
-        f"{render.count(int(requests.input_tokens.sum()))} + {render.count(int(requests.output_tokens.sum()))} tokens"
+        f"{render.count(int(requests.input_tokens.sum()))} + "
+        f"{render.count(int(requests.output_tokens.sum()))} tokens"
     )
     source = render.escape(requests.provenance.source)
     return (
@@ -126,8 +130,8 @@ def pool_lines(case: Case, allocation: str, term: Terminal) -> list[str]:
     usable = run.rules.num_blocks - 1
     waste = s["reserved_unused_bytes"] if allocation != "paged" else s["tail_waste_bytes"]
     names = ("live", "shared", "tail waste" if allocation == "paged" else "reserved", "cached", "free")
-    sizes = [s["kv_effective_bytes"] - s["kv_shared_bytes"], s["kv_shared_bytes"], waste, s["kv_cached_bytes"],
-             s["free_bytes"]]  # fmt: skip
+    shared, cached = s["kv_shared_bytes"], s["kv_cached_bytes"]
+    sizes = [s["kv_effective_bytes"] - shared, shared, waste, cached, s["free_bytes"]]
     if not pool or any(size != size for size in sizes):
         return [f"KV pool, {render.count(usable)} blocks of {run.rules.block_size} tokens: never used"]
     shares = render.round_parts([100 * size / pool for size in sizes], 2, 100.0)
@@ -143,8 +147,9 @@ def pool_lines(case: Case, allocation: str, term: Terminal) -> list[str]:
     if len(run.rows) > 1:
         used = _over_time(at["start_s"], at["end_s"], at["used_blocks"] / usable)
         waiting = _over_time(at["start_s"], at["end_s"], at["waiting"])
+        peak = 100 * s["peak_blocks"] / usable
         lines += [
-            f"  in use over time  {render.sparkline(used, term)}  max {100 * s['peak_blocks'] / usable:.0f} %",
+            f"  in use over time  {render.sparkline(used, term)}  max {peak:.0f} %",
             f"  waiting           {render.sparkline(waiting, term)}  max {render.count(at['waiting'].max())}",
         ]
     return lines
@@ -225,7 +230,9 @@ def many_view(
     best = _best(cases)
     lines = [best_line(best, cases, term), "", subject(target, cases[0], requests, term), ""]
     lines += [render.table(columns, rows, term), ""]
-    lines.append(render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width))
+    lines.append(
+        render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width)
+    )
     return lines
 
 

@@ -95,18 +95,47 @@ N_LISTS = int(BATCH) + 8
 STEPS_DONE, ALL_DONE, LOG_FULL = range(3)
 
 # Columns of a step row.
-STEP_COLUMNS = (
-    "start_s end_s step running waiting used_blocks cached_blocks shared_blocks table_blocks live_tokens scheduled_tokens "
-    "preemptions finished"
-).split()  # fmt: skip
+STEP_COLUMNS = [
+    "start_s",
+    "end_s",
+    "step",
+    "running",
+    "waiting",
+    "used_blocks",
+    "cached_blocks",
+    "shared_blocks",
+    "table_blocks",
+    "live_tokens",
+    "scheduled_tokens",
+    "preemptions",
+    "finished",
+]
 # Columns of a decision row: scalars, then the ends of its lists in `items`.
-DECISION_SCALARS = (
-    "step n_waiting free_before free_after_schedule free_after_update used_after_schedule cache_query_tokens "
-    "cache_hit_tokens preempt_cache_query_tokens preempt_cache_hit_tokens"
-).split()  # fmt: skip
-DECISION_LISTS = (
-    "sched_req sched_tok new resumed preempted running waiting_head alloc_block_ids finished first_token free_head8"
-).split()  # fmt: skip
+DECISION_SCALARS = [
+    "step",
+    "n_waiting",
+    "free_before",
+    "free_after_schedule",
+    "free_after_update",
+    "used_after_schedule",
+    "cache_query_tokens",
+    "cache_hit_tokens",
+    "preempt_cache_query_tokens",
+    "preempt_cache_hit_tokens",
+]
+DECISION_LISTS = [
+    "sched_req",
+    "sched_tok",
+    "new",
+    "resumed",
+    "preempted",
+    "running",
+    "waiting_head",
+    "alloc_block_ids",
+    "finished",
+    "first_token",
+    "free_head8",
+]
 
 N_SCALARS = np.int64(len(DECISION_SCALARS))
 ITL_BUCKETS = 2560
@@ -372,10 +401,7 @@ def heap_pop(S):
         child = 2 * i + 1
         if child >= c.tail:
             break
-        if (
-            child + 1 < c.tail
-            and S.request[S.waiting[child + 1]].rank < S.request[S.waiting[child]].rank
-        ):
+        if child + 1 < c.tail and S.request[S.waiting[child + 1]].rank < S.request[S.waiting[child]].rank:
             child += 1
         if S.request[r].rank <= S.request[S.waiting[child]].rank:
             break

@@ -19,14 +19,15 @@ from kvplan.trace.schema import NO_STREAM, Trace
 class Keys(NamedTuple):
     """Keys of all requests at one block size, shared read-only by all runs of a sweep.
 
-    Request i's key of block k is ``stored[offset[i] + k]`` for k < shared[i], else ``fresh[i] + k - shared[i]``.
+    Request i's key of block k is ``stored[offset[i] + k]`` for k < shared[i], then
+    ``fresh[i] + k - shared[i]``.
     """
 
     stored: Any  # int32
     offset: Any  # int64[n]
     shared: Any  # int32[n]
     fresh: Any  # int32[n]
-    count: int  # distinct keys
+    distinct: int  # how many different keys there are
 
 
 @compiled
@@ -90,7 +91,9 @@ def intern(table_hash, table_id, h, next_id):
 
 
 @compiled
-def fill_keys(offsets, stream, start, length, output_stream, shared, n_keys, block_size, stored, key_offset, fresh):
+def fill_keys(
+    offsets, stream, start, length, output_stream, shared, n_keys, block_size, stored, key_offset, fresh
+):
     """Write all keys; returns how many distinct ones there are."""
     capacity = 16
     while capacity < 2 * len(stored):
@@ -121,7 +124,9 @@ def fill_keys(offsets, stream, start, length, output_stream, shared, n_keys, blo
                     piece += used  # runs on: one piece, however the trace cut it
                 else:
                     if piece > 0:
-                        h = mix(mix(mix(h, np.uint64(piece_stream)), np.uint64(piece_start)), np.uint64(piece))
+                        h = mix(
+                            mix(mix(h, np.uint64(piece_stream)), np.uint64(piece_start)), np.uint64(piece)
+                        )
                     piece_stream, piece_start, piece = s, at, used
                 at += used
                 left -= used
@@ -174,7 +179,9 @@ def _scope_streams(trace: Trace) -> tuple[Any, Any, int]:
     all_owners = np.concatenate([owner, trace.tenant_id[has]])
     if len(trace.tenant_names) > 1:
         _, streams = np.unique(all_streams, return_inverse=True)
-        _, dense = np.unique(streams.astype(np.int64) * len(trace.tenant_names) + all_owners, return_inverse=True)
+        _, dense = np.unique(
+            streams.astype(np.int64) * len(trace.tenant_names) + all_owners, return_inverse=True
+        )
     else:
         _, dense = np.unique(all_streams, return_inverse=True)
     dense = dense.astype(np.int64)

@@ -30,7 +30,7 @@ def rules_for(
         lone_request_exempt=bool(version >= (0, 32)),
         prefix_caching=bool(engine.enable_prefix_caching),
         priority=settings.scheduling_policy == "priority",
-        watermark_blocks=int(math.floor(watermark * num_blocks)),
+        watermark_blocks=math.floor(watermark * num_blocks),
         reserve_full_isl=bool(engine.scheduler_reserve_full_isl),
         unhashed_to_front=bool(version >= (0, 26)),
         shift_by_position=bool(version >= (0, 29)),

@@ -39,14 +39,15 @@ class Run:
 def steps_clock() -> Clock:
     """Every step lasts one second: nothing depends on a cost model."""
     zero = np.zeros(1)
-    return Clock(zero, zero, *([0.0] * 3), 0, *([0.0] * 11), 1.0)
+    times = dict.fromkeys(Clock._fields, 0.0)
+    return Clock(**{**times, "linear_s": zero, "head_s": zero, "window": 0, "fixed_step_s": 1.0})  # type: ignore[arg-type]
 
 
 def reserved_tokens(trace: Trace, stop: Any, allocation: str, max_model_len: int) -> Any:
     """Positions set aside at admission by the contiguous baselines; 0 for paged allocation.
 
-    ``reserve-max[:LEN|longest]`` LEN, max_model_len or the trace's longest; ``reserve-pow2`` the next power of
-    two of the request's own length; ``reserve-oracle`` its own length (PagedAttention paper, section 6.1).
+    ``reserve-max[:LEN|longest]`` LEN, max_model_len or the trace's longest; ``reserve-pow2`` the next
+    power of two of the request's own length; ``reserve-oracle`` its own length (PagedAttention paper, section 6.1).
     """
     kind, _, argument = allocation.partition(":")
     if kind == "paged" and not argument:
@@ -68,7 +69,8 @@ def reserved_tokens(trace: Trace, stop: Any, allocation: str, max_model_len: int
     if kind == "reserve-oracle" and not argument:
         return np.asarray(stop, np.int64)
     raise InputError(
-        f"--allocation {allocation} is unknown.\n  Use paged, reserve-max[:LEN|longest], reserve-pow2 or reserve-oracle."
+        f"--allocation {allocation} is unknown.\n"
+        "  Use paged, reserve-max[:LEN|longest], reserve-pow2 or reserve-oracle."
     )
 
 
@@ -135,7 +137,7 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
         lists=lists,
         waiting=np.zeros(n + 1, np.int32),
         keys=keys.stored,
-        first_block=np.full(max(keys.count, 1), -1, np.int32),
+        first_block=np.full(max(keys.distinct, 1), -1, np.int32),
         itl=np.zeros(core.ITL_BUCKETS, np.int64),
         rows=np.zeros((capacity, len(core.STEP_COLUMNS))),
         decisions=np.zeros(

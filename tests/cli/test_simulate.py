@@ -16,13 +16,42 @@ from kvplan.cli.app import main
 from tests.conftest import shared_path
 from tests.sched.oracle import load, native_trace, record_names
 
-SUMMARY_KEYS = (
-    "completed duration_s request_throughput output_throughput total_token_throughput request_goodput "
-    "position_utilization preemptions recomputed_tokens prefix_hit_tokens prefix_query_tokens kv_utilization "
-    "kv_effective_bytes kv_shared_bytes kv_cached_bytes tail_waste_bytes reserved_unused_bytes "
-    "external_fragmentation_bytes block_table_bytes free_bytes copied_bytes peak_running peak_blocks rejected "
-    "timed_out cancelled saturated block_size assumptions verdict"
-).split() + [f"{s}_{m}_ms" for s in "mean median std p90 p95 p99".split() for m in "ttft tpot itl e2el".split()]
+SUMMARY_KEYS = [
+    "completed",
+    "duration_s",
+    "request_throughput",
+    "output_throughput",
+    "total_token_throughput",
+    "request_goodput",
+    "position_utilization",
+    "preemptions",
+    "recomputed_tokens",
+    "prefix_hit_tokens",
+    "prefix_query_tokens",
+    "kv_utilization",
+    "kv_effective_bytes",
+    "kv_shared_bytes",
+    "kv_cached_bytes",
+    "tail_waste_bytes",
+    "reserved_unused_bytes",
+    "external_fragmentation_bytes",
+    "block_table_bytes",
+    "free_bytes",
+    "copied_bytes",
+    "peak_running",
+    "peak_blocks",
+    "rejected",
+    "timed_out",
+    "cancelled",
+    "saturated",
+    "block_size",
+    "assumptions",
+    "verdict",
+] + [
+    f"{s}_{m}_ms"
+    for s in ["mean", "median", "std", "p90", "p95", "p99"]
+    for m in ["ttft", "tpot", "itl", "e2el"]
+]
 
 DEMO = Path(__file__).parents[2] / "traces" / "demo.jsonl"
 
@@ -45,19 +74,24 @@ def test_json_has_every_key_of_the_contract(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("name", record_names("a", "e") if Path(shared_path()).exists() else [])
-def test_records_through_the_command_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_through_the_command_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The flags of a record, `--clock steps --record-decisions`: the decisions table is the record."""
     record = load(name)
     s = record.meta["settings"]
-    trace = native_trace(shared_path("oracle", "traces", record.meta["trace"]), tmp_path / "t.jsonl", s["hash_id_block"])
+    trace = native_trace(
+        shared_path("oracle", "traces", record.meta["trace"]), tmp_path / "t.jsonl", s["hash_id_block"]
+    )
     words = [
         str(trace), "--clock", "steps", "--record-decisions", "-o", str(tmp_path / "out"),
         "--num-gpu-blocks-override", str(s["num_gpu_blocks"]), "--block-size", str(s["block_size"]),
-        "--max-num-seqs", str(s["max_num_seqs"]), "--max-num-batched-tokens", str(s["max_num_batched_tokens"]),
+        "--max-num-seqs", str(s["max_num_seqs"]),
+        "--max-num-batched-tokens", str(s["max_num_batched_tokens"]),
         "--max-model-len", str(s["max_model_len"]), "--scheduling-policy", s["policy"],
         "--long-prefill-token-threshold", str(s["long_prefill_token_threshold"]),
         "--async-scheduling" if s["async_scheduling"] else "--no-async-scheduling",
-        "--scheduler-reserve-full-isl" if s["scheduler_reserve_full_isl"] else "--no-scheduler-reserve-full-isl",
+        f"--{'' if s['scheduler_reserve_full_isl'] else 'no-'}scheduler-reserve-full-isl",
         "--enable-prefix-caching" if s["enable_prefix_caching"] else "--no-enable-prefix-caching",
     ]  # fmt: skip
 
@@ -69,7 +103,9 @@ def test_records_through_the_command_line(name: str, tmp_path: Path, capsys: pyt
                "pc_preempt_queries": "preempt_cache_query_tokens",
                "pc_preempt_hits": "preempt_cache_hit_tokens"}  # fmt: skip
     for column, theirs in record.steps.items():
-        assert ours[renamed.get(column, column)] == [list(v) if isinstance(v, list) else v for v in theirs], column
+        assert ours[renamed.get(column, column)] == [list(v) if isinstance(v, list) else v for v in theirs], (
+            column
+        )
 
 
 def test_parquet_tables_and_their_metadata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +128,9 @@ def test_parquet_tables_and_their_metadata(tmp_path: Path, capsys: pytest.Captur
     ("slo", "expected"),
     [("ttft=10s,p99", 0), ("ttft=1ms,p50", 1), ("e2el=1ms", 1)],
 )
-def test_exit_code_says_whether_the_target_is_met(slo: str, expected: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_says_whether_the_target_is_met(
+    slo: str, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = run(capsys, str(DEMO), "--slo", slo)
     assert code == expected
     assert out.splitlines()[0].startswith("MISSES TARGET" if expected else "MEETS TARGET")
@@ -101,7 +139,9 @@ def test_exit_code_says_whether_the_target_is_met(slo: str, expected: int, capsy
 def test_a_model_that_does_not_start_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, str(DEMO), "--model", "llama-3.3-70b", "--gpu", "h100")
     assert (code, out.split("  ")[0]) == (1, "DOES NOT START")
-    code, _, err = run(capsys, str(DEMO), "--model", "llama-3.3-70b", "--gpu", "h100", "--num-gpu-blocks-override", "5000")
+    code, _, err = run(
+        capsys, str(DEMO), "--model", "llama-3.3-70b", "--gpu", "h100", "--num-gpu-blocks-override", "5000"
+    )
     assert code == 0
     assert "would not start" in err
 
@@ -143,15 +183,19 @@ def test_bad_input_is_one_line_and_exit_2(
 
 def test_it_imports_neither_pandas_nor_torch() -> None:
     code = (
-        "import sys; from kvplan.cli.app import main; main(['simulate', '--num-prompts', '5', '--quiet', '--format', "
-        "'json']); bad = {'pandas', 'torch', 'matplotlib'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+        "import sys; from kvplan.cli.app import main; "
+        "main(['simulate', '--num-prompts', '5', '--quiet', '--format', 'json']); "
+        "bad = {'pandas', 'torch', 'matplotlib'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_first_lines_fit_80_columns_and_numbers_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([str(DEMO)], [str(DEMO), "--block-size", "8", "--block-size", "128", "--slo", "ttft=1s,p95"]):
+    for words in (
+        [str(DEMO)],
+        [str(DEMO), "--block-size", "8", "--block-size", "128", "--slo", "ttft=1s,p95"],
+    ):
         _, out, _ = run(capsys, *words)
         long = [line for line in out.splitlines() if len(line) > 80]
         assert long == []
@@ -167,7 +211,9 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
         sys.executable, "-m", "kvplan", "simulate", "--num-prompts", "3000000", "--random-input-len", "400",
         "--random-output-len", "300", "--request-rate", "30", "-o", str(tmp_path / "run"),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
     time.sleep(8)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

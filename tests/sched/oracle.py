@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,8 @@ def load(name: str) -> Record:
 
 def native_trace(source: Path, target: Path, block_size: int = 512) -> Path:
     """The record's trace in our own format: step = timestamp / 1000 (TRACE_FORMATS.md)."""
-    keys = {"id": "id", "input_length": "input_length", "output_length": "output_length", "priority": "priority",
-            "segments": "segments", "hash_ids": "hash_ids", "output_seed": "output_stream",
-            "cache_salt": "tenant"}  # fmt: skip
+    keys = {key: key for key in ("id", "input_length", "output_length", "priority", "segments", "hash_ids")}
+    keys |= {"output_seed": "output_stream", "cache_salt": "tenant"}
     with source.open() as lines, target.open("w") as out:
         for line in lines:
             row = json.loads(line)
@@ -106,7 +106,7 @@ def differences(record: Record, run: Run) -> list[str]:
         if isinstance(mine, tuple):
             offsets, values = mine
             values = values.tolist()
-            rows: list[Any] = [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+            rows: list[Any] = [values[a:b] for a, b in pairwise(offsets)]
         else:
             rows = mine.tolist()
         for k, (a, b) in enumerate(zip(rows, theirs, strict=False)):

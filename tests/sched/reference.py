@@ -330,9 +330,8 @@ class Scheduler:
             while to_come and to_come[0].arrival_step <= now:
                 request = to_come.popleft()
                 request.length = request.prompt
-                if request.prompt >= self.settings.max_model_len:  # [3.5]
-                    request.status = "rejected"
-                elif self.blocks_for(request.stop - 1) > self.settings.num_blocks - 1:
+                too_long = request.prompt >= self.settings.max_model_len  # [3.5]
+                if too_long or self.blocks_for(request.stop - 1) > self.settings.num_blocks - 1:
                     request.status = "rejected"
                 else:
                     request.status = "waiting"
@@ -374,7 +373,9 @@ def check_invariants(scheduler: Scheduler) -> None:
         for block in request.blocks:
             named[id(block)] = named.get(id(block), 0) + 1
     for block in pool.blocks[1:]:
-        assert (id(block) in free) == (block.ref == 0), f"block {block.id} is neither free nor referenced, or both"
+        assert (id(block) in free) == (block.ref == 0), (
+            f"block {block.id} is neither free nor referenced, or both"
+        )
         assert block.ref == named.get(id(block), 0), f"block {block.id}: reference count is not its tables"
         if block.content is not None:
             assert block in pool.table[block.content]

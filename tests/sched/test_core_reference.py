@@ -51,11 +51,17 @@ def workloads(draw: st.DrawFn) -> list[dict[str, Any]]:
             before = rows[-1]  # a later turn holds the earlier prompt, a part of its answer, and more
             taken = draw(st.integers(1, before["answer"]))
             row["tenant"] = before["tenant"]
-            row["segments"] = [*before["segments"], [before["stream"], 0, taken], [2000 + i, 0, draw(st.integers(1, 9))]]
+            row["segments"] = [
+                *before["segments"],
+                [before["stream"], 0, taken],
+                [2000 + i, 0, draw(st.integers(1, 9))],
+            ]
         else:
             row["segments"] = [[draw(st.integers(0, streams - 1)), 0, draw(st.integers(1, 40))]]
             if draw(st.booleans()):
-                row["segments"].append([500 + draw(st.integers(0, 3)), draw(st.integers(0, 2)), draw(st.integers(1, 20))])
+                row["segments"].append(
+                    [500 + draw(st.integers(0, 3)), draw(st.integers(0, 2)), draw(st.integers(1, 20))]
+                )
         if row["segments"]:
             row["prompt"] = sum(length for _, _, length in row["segments"])
         rows.append(row)

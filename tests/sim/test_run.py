@@ -41,7 +41,9 @@ def statuses(run: Run) -> list[int]:
 
 
 def assert_conserved(run: Run, trace: Trace) -> None:
-    ended = np.isin(run.requests.status, [core.DONE, core.TOO_LONG, core.NO_ROOM, core.CANCELLED, core.TIMED_OUT])
+    ended = np.isin(
+        run.requests.status, [core.DONE, core.TOO_LONG, core.NO_ROOM, core.CANCELLED, core.TIMED_OUT]
+    )
     assert ended.all(), "each request ends in exactly one status"
     assert int(run.count["free"]) == run.rules.num_blocks - 1, "all blocks return"
     assert int(run.count["live_tokens"]) == int(run.count["table_blocks"]) == int(run.count["shared"]) == 0
@@ -98,13 +100,15 @@ def test_batching_reuses_the_blocks_of_the_one_that_left() -> None:
 # ------------------------------------------------------------------------------------------------ real traces
 
 
+AZURE, MOONCAKE = "AzureLLMInferenceTrace_conv_2023.csv", "mooncake_conversation_trace.jsonl"
+U_AZURE = [0.99745, 0.99456, 0.98878, 0.97794, 0.95624, 0.91983]
+U_MOONCAKE = [0.99972, 0.99940, 0.99876, 0.99746, 0.99488, 0.98986]
+
+
 @pytest.mark.parametrize(
     ("name", "expected", "pow2", "longest"),
-    [
-        ("AzureLLMInferenceTrace_conv_2023.csv", [0.99745, 0.99456, 0.98878, 0.97794, 0.95624, 0.91983], 0.65423, 0.09694),
-        ("mooncake_conversation_trace.jsonl", [0.99972, 0.99940, 0.99876, 0.99746, 0.99488, 0.98986], 0.69640, 0.09783),
-    ],
-)  # fmt: skip
+    [(AZURE, U_AZURE, 0.65423, 0.09694), (MOONCAKE, U_MOONCAKE, 0.69640, 0.09783)],
+)
 def test_utilization_of_public_traces(name: str, expected: list[float], pow2: float, longest: float) -> None:
     """U_B at 8 to 256 and the two reservations: TRACE_FORMATS.md, computed independently."""
     from kvplan.results.metrics import position_utilization
@@ -113,7 +117,10 @@ def test_utilization_of_public_traces(name: str, expected: list[float], pow2: fl
     tokens = trace.input_tokens + trace.output_tokens
 
     got = [position_utilization(tokens, size) for size in (8, 16, 32, 64, 128, 256)]
-    reserved = [reserved_tokens(trace, tokens, kind, 1 << 20).sum() for kind in ("reserve-pow2", "reserve-max:longest")]
+    reserved = [
+        reserved_tokens(trace, tokens, kind, 1 << 20).sum()
+        for kind in ("reserve-pow2", "reserve-max:longest")
+    ]
 
     assert got == pytest.approx(expected, abs=5e-6)
     assert [tokens.sum() / total for total in reserved] == pytest.approx([pow2, longest], abs=5e-6)
@@ -160,7 +167,9 @@ def test_without_chunked_prefill_a_prompt_above_the_budget_does_not_hang() -> No
 def test_cancel_and_deadline_free_blocks_and_are_told_apart() -> None:
     base = trace_of([100] * 3, [50] * 3)
     nan = np.nan
-    trace = replace(base, cancel_after_s=np.asarray([10.0, nan, nan]), deadline_s=np.asarray([nan, 20.0, nan]))
+    trace = replace(
+        base, cancel_after_s=np.asarray([10.0, nan, nan]), deadline_s=np.asarray([nan, 20.0, nan])
+    )
 
     for asynchronous in (False, True):
         run = simulate(trace, RULES._replace(asynchronous=asynchronous), steps_clock())
@@ -264,7 +273,9 @@ def test_tiny_pool_ends() -> None:
 def test_a_long_chunked_prompt_does_not_evict_itself_for_ever() -> None:
     """inference-sim#1057: a chunked request of about 554 blocks evicted itself 597 times."""
     trace = trace_of([100] * 50 + [8850], [300] * 50 + [10])
-    run = simulate(trace, RULES._replace(num_blocks=601, max_num_batched_tokens=512, record=False), steps_clock())
+    run = simulate(
+        trace, RULES._replace(num_blocks=601, max_num_batched_tokens=512, record=False), steps_clock()
+    )
     assert_conserved(run, trace)
     assert int(run.requests.preemptions[-1]) <= 3
 
