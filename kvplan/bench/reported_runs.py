@@ -23,7 +23,8 @@ from kvplan.trace.generate import random_trace, with_arrivals
 GPUS = {
     "H100-SXM-80GB": "H100 SXM", "H100": "H100 SXM", "H200-SXM-141GB": "H200 SXM", "H200": "H200 SXM",
     "B200": "B200", "RTX 4090 24GB": "RTX 4090", "A100-SXM-80GB": "A100-SXM4-80GB",
-    "A100-PCIe-80GB": "A100-PCIE-80GB", "A100-80GB": "A100-SXM4-80GB",
+    "A100-PCIe-80GB": "A100-PCIE-80GB", "A100-80GB": "A100-SXM4-80GB", "A100-SXM (single)": "A100-SXM4-80GB",
+    "MI300X": "MI300X", "MI325X": "MI325X", "MI355X": "MI355X", "DGX Spark GB10 128GB": "DGX Spark GB10",
 }  # fmt: skip
 ENGINES = {"vLLM": "vllm", "TensorRT-LLM": "trtllm", "SGLang": "sglang"}
 MAX_PROMPTS = 4096
@@ -34,7 +35,7 @@ def why_not(row: dict[str, Any]) -> str | None:
     if row["engine"] not in ENGINES:
         return f"engine {row['engine']}"
     if row["gpu"] not in GPUS:
-        return f"GPU {row['gpu'].split(' (')[0]} has no constants of its class"
+        return f"GPU {row['gpu'].split(' (')[0]} is not identified"
     if row.get("confidence") == "low":
         return "its own collectors call it unusable"
     if not (row.get("input_len") and row.get("output_len")):

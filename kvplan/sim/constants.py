@@ -155,11 +155,15 @@ class Kernels:
         )  # fmt: skip
 
     def links(self, degree: int) -> Links:
-        """Constants of an all-reduce over ``degree`` GPUs (the nearest measured degree)."""
+        """Constants of an all-reduce over ``degree`` GPUs (the nearest measured degree).
+
+        Over PCIe boxes differ widely and serving reaches less than the tables: see ``pcie_bus_source``.
+        """
         rows = self.table["allreduce"]
         row = rows[min(rows, key=lambda k: abs(int(k) - degree))]
+        bus_factor = 1.0 if self.table.get("nvlink", True) else load()["pcie_bus_factor"]
         return Links(
-            row["graph_us"] * 1e-6, row["eager_us"] * 1e-6, row["bus_gb_s"] * 1e9,
+            row["graph_us"] * 1e-6, row["eager_us"] * 1e-6, row["bus_gb_s"] * bus_factor * 1e9,
             row.get("large_us", 0.0) * 1e-6, row.get("large_bus_gb_s", 0.0) * 1e9,
         )  # fmt: skip
 
@@ -197,9 +201,9 @@ def kernels_for(gpu: GPU) -> Kernels:
     peaks = {("fp4" if k == "nvfp4" else k): v for k, v in gpu.peak_flops.items() if v}
     peaks.setdefault("bf16", peaks.get("fp16", 0.0) or _guess_flops(gpu, entry))
     if gpu.has_nvlink and not entry.get("nvlink", True):
-        entry = {**entry, "allreduce": data["gpus"]["h100_sxm"]["allreduce"]}
+        entry = {**entry, "nvlink": True, "allreduce": data["gpus"]["h100_sxm"]["allreduce"]}
     elif not gpu.has_nvlink and entry.get("nvlink", True):
-        entry = {**entry, "allreduce": data["gpus"]["rtx_pro_6000"]["allreduce"]}
+        entry = {**entry, "nvlink": False, "allreduce": data["gpus"]["rtx_pro_6000"]["allreduce"]}
     evidence = "sheet" if key == "h100_sxm" and gpu.arch != "Hopper" else "class"
     return Kernels(key, evidence, gpu.memory_bandwidth, peaks, small_s, entry, notes=(note,))
 

@@ -84,7 +84,7 @@ def test_reported_runs_need_their_settings():
         "req_per_s": 6.44, "output_tok_s": 644, "tp": 1,
     }  # fmt: skip
     assert why_not(row) is None
-    assert why_not(row | {"gpu": "MI300X"}) == "GPU MI300X has no constants of its class"
+    assert why_not(row | {"gpu": "H800"}) == "GPU H800 is not identified"
     assert why_not(row | {"num_prompts": None, "max_concurrency": None}) == "number of prompts not stated"
     simulated, measured = simulated_rate(row)
     assert measured == 6.44
