@@ -10,6 +10,7 @@ scheduling; experts alone quantised in nvfp4 mixtures of experts.
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class Point:
     concurrency: int
     ttft_s: float
     tpot_s: float
+    ambiguous: bool = False  # the row's two statements of its concurrency differ by more than its ranks
 
     @property
     def setup(self) -> tuple[object, ...]:
@@ -76,6 +78,8 @@ def read_points(path: Path) -> list[Point]:
             if row["mode"] != "agg" or row["system"] not in GPUS or float(row["pp_size"] or 1) > 1:
                 continue
             dp = max(1, int(float(row["attention_dp_size"] or 1)))
+            batch = int(float(row["batch_size"]))
+            said = re.search(r"silicon_concurrency=(\d+)", row["silicon_data_source"])
             points.append(
                 Point(
                     row=row["id"],
@@ -90,9 +94,10 @@ def read_points(path: Path) -> list[Point]:
                     expert_parallel=float(row["moe_ep_size"] or 1) > 1,
                     input_len=int(row["isl"]),
                     output_len=int(row["osl"]),
-                    concurrency=int(float(row["batch_size"])),
+                    concurrency=batch,
                     ttft_s=float(row["silicon_ttft_ms"]) / 1e3,
                     tpot_s=float(row["silicon_tpot_ms"]) / 1e3,
+                    ambiguous=said is not None and int(said[1]) != batch * dp,
                 )
             )
     return points
@@ -170,6 +175,8 @@ def group_of(point: Point, precision: str, room: float) -> tuple[str, str]:
     label = f"{name} {point.gpu.split()[0]} {point.engine} {precision}"
     if point.model == MISRECORDED:
         return "apart: recorded per rank", label
+    if point.ambiguous:
+        return "apart: concurrency ambiguous", label
     if not point.precision:
         return "apart: precision not stated", f"{label}?"
     if "gpt-oss" in point.model:
