@@ -40,9 +40,11 @@ class Backend:
     prepare: Callable[[Paged], Run]
     refuses: Callable[[Shape, int], str | None] = lambda shape, block_size: None
     layout: Literal["paged", "one block", "contiguous"] = "paged"
+    one_block: bool = True  # a kernel also runs with one block a row, to say what paging costs
     module: str | None = None  # the package that must be importable
 
 
+DEFAULT_KERNELS = {"cuda": ("triton", "triton plan"), "cpu": ("numba",)}
 _REGISTRY: dict[str, Backend] = {}
 
 
@@ -75,7 +77,7 @@ def importable(backend: Backend) -> bool:
 def choose(requested: list[str], device_kind: str) -> list[Backend]:
     """The backends of a run, own kernel first; baselines are always there.
 
-    Without a request: our kernel for the device and every installed peer. Raises InputError (flag
+    Without a request: our kernels for the device and every installed peer. Raises InputError (flag
     --backend) for a name that is unknown, not for this device, or not installed.
     """
     chosen = []
@@ -90,11 +92,11 @@ def choose(requested: list[str], device_kind: str) -> list[Backend]:
             raise InputError(f"--backend {name}: package {backend.module} is not installed.")
         chosen.append(backend)
     if not chosen:
-        own = "triton" if device_kind == "cuda" else "numba"
-        if not importable(_REGISTRY[own]):
-            raise InputError(f"bench needs {own} on this device: pip install 'kvplan[bench]'")
+        own = [_REGISTRY[name] for name in DEFAULT_KERNELS[device_kind]]
+        if not importable(own[0]):
+            raise InputError(f"bench needs {own[0].module} on this device: pip install 'kvplan[bench]'")
         peers = [b for b in _REGISTRY.values() if b.role == "peer" and _offered(b, device_kind)]
-        chosen = [_REGISTRY[own], *peers]
+        chosen = [*own, *peers]
     return [*chosen, *(b for b in _REGISTRY.values() if b.role == "baseline" and device_kind in b.devices)]
 
 
@@ -105,29 +107,31 @@ def _offered(backend: Backend, device_kind: str) -> bool:
 # ---- our kernels ------------------------------------------------------------------------------------
 
 
-def _triton(paged: Paged, changes: dict[str, Any] | None = None) -> Run:
-    from kvplan.kernels import decode
+def _triton(paged: Paged, changes: dict[str, Any] | None = None, planned: bool = False) -> Run:
+    """Our GPU kernel: by default a fixed grid, ``planned`` a work list made from the lengths on the host."""
+    import torch
 
-    config = None
-    if changes:
-        _, capability = decode.device_traits(paged.q)
-        default = decode.default_config(
-            paged.q.dtype, paged.k_cache.dtype, paged.tokens.shape.head_dim, capability
-        )
-        config = replace(default, **changes)
+    from kvplan.kernels import decode, splits
 
-    longest = paged.tokens.longest
+    shape, q = paged.tokens.shape, paged.q
+    sms, capability = decode.device_traits(q)
+    config = decode.default_config(q.dtype, paged.k_cache.dtype, shape.head_dim, capability)
+    config = replace(config, **(changes or {}))
+    options: dict[str, Any] = {"max_seq_len": paged.tokens.longest}
+    if planned:
+        plan = splits.plan_work(paged.tokens.lens, shape.kv_heads, sms, tile=config.tile)
+        options = {"plan": plan, "plan_tensor": torch.from_numpy(plan.packed).to(q.device)}
 
     def run(check: bool = False) -> Tensor:
         return decode.paged_decode(
-            paged.q,
+            q,
             paged.k_cache,
             paged.v_cache,
             paged.block_table,
             paged.seq_lens,
-            max_seq_len=longest,
-            check=check,
             config=config,
+            check=check,
+            **options,
         )
 
     run(check=True)  # ids and lengths are checked once a step, not in each layer's call
@@ -165,6 +169,12 @@ def _triton_refuses(shape: Shape, block_size: int) -> str | None:
     if shape.kv_dtype == shape.dtype or shape.kv_dtype.startswith("float8"):
         return None
     return f"{SHORT_NAMES[shape.kv_dtype]} KV under {SHORT_NAMES[shape.dtype]} queries is not built"
+
+
+def _plan_refuses(shape: Shape, block_size: int) -> str | None:
+    if shape.lengths == "equal":
+        return "a work plan is for skewed lengths"
+    return _triton_refuses(shape, block_size)
 
 
 def _numba(paged: Paged) -> Run:
@@ -298,6 +308,15 @@ def _flashinfer_refuses(shape: Shape, block_size: int) -> str | None:
 
 for _backend in (
     Backend("triton", "kernel", ("cuda",), _triton, _triton_refuses, module="triton"),
+    Backend(
+        "triton plan",
+        "kernel",
+        ("cuda",),
+        functools.partial(_triton, planned=True),
+        _plan_refuses,
+        module="triton",
+        one_block=False,
+    ),
     Backend("numba", "kernel", ("cpu",), _numba, _numba_refuses, module="numba"),
     Backend("reference", "kernel", ("cpu", "cuda"), _reference),
     Backend("flashinfer", "peer", ("cuda",), _flashinfer, _flashinfer_refuses, module="flashinfer"),

@@ -203,6 +203,25 @@ def triton_config_variants() -> Iterator[Variant]:
         yield Variant(extra={"config": DecodeConfig(tile=64, warps=4, stages=3, swap_ab=swap_ab)})
 
 
+def planned(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, **options: Any) -> Any:
+    """Paged decode by a work plan, as skewed lengths take it."""
+    from kvplan.kernels import decode, splits
+
+    sms, capability = decode.device_traits(q)
+    config = decode.default_config(q.dtype, k_cache.dtype, q.shape[2], capability)
+    plan = splits.plan_work(
+        lens.tolist(), k_cache.shape[2], sms, tile=config.tile, window=options.get("window", 0)
+    )
+    return decode.paged_decode(q, k_cache, v_cache, table, lens, plan=plan, **options)
+
+
+def planned_variants() -> Iterator[Variant]:
+    """The work list at block sizes below, at and above its tile, and with every option."""
+    yield from (Variant(block) for block in (1, 16, 64, 256))
+    yield Variant(16, window=100, soft_cap=20.0, sinks=True)
+    yield Variant(16, kv_dtype="float8_e4m3fn", k_scale=0.5, v_scale=2.0)
+
+
 def run_gates(backend: str, device: str) -> Iterator[GateResult]:
     """All gates of a backend ("triton" on cuda, "numba" on cpu), one result at a time.
 
@@ -216,6 +235,9 @@ def run_gates(backend: str, device: str) -> Iterator[GateResult]:
         variants += triton_config_variants() if backend == "triton" else []
         for variant in variants:
             yield run_decode_gate(decode, variant, device)
+        for variant in planned_variants() if backend == "triton" else ():
+            found = run_decode_gate(planned, variant, device)
+            yield replace(found, gate=found.gate.replace("decode", "decode by plan", 1))
     if backend == "triton":
         from kvplan.bench import gates_other
 

@@ -28,6 +28,7 @@ TOTAL_SECONDS = 570.0
 GATES_SHARE = 0.35  # of the time at most; what the gates leave goes to the sweep
 SWEEP_SHARE = 0.55  # of what is left after the gates; then tuning, then peers
 GRACE_SECONDS = 45.0  # from "begin no further cell" to the end of a sweep
+OURS = ("--backend", "triton", "--backend", "triton plan")
 PEERS = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
 
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sweep_arguments(out: Path) -> list[str]:
     """Arguments of ``kvplan bench`` for our kernel over the standard preset."""
-    return ["--preset", "standard", "--backend", "triton", "-o", str(out / "kernel")]
+    return ["--preset", "standard", *OURS, "-o", str(out / "kernel")]
 
 
 def tuning_arguments(out: Path) -> list[str]:
@@ -88,12 +89,12 @@ def tuning_arguments(out: Path) -> list[str]:
 
 
 def peer_arguments(name: str, out: Path) -> list[str]:
-    """The same cells for a peer and our kernel beside it, around the preset's centre only."""
+    """A peer with our kernels beside it, on the cells round the preset's centre."""
     blocks = ["256"] if name == "flash-attn" else ["16", "64"]
     flags = [flag for block in blocks for flag in ("--block-size", block)]
     return [
         *("--preset", "standard", "--batch-size", "32", "--context-len", "8192"),
-        *("--backend", "triton", "--backend", name, *flags, "-o", str(out / name)),
+        *(*OURS, "--backend", name, *flags, "-o", str(out / name)),
     ]
 
 

@@ -80,7 +80,7 @@ def jobs_of(shape: Shape, block_sizes: Sequence[int], backends: Sequence[Backend
             jobs.append(Job(backend, None if backend.layout == "contiguous" else one_size))
         else:
             jobs += [Job(backend, block) for block in block_sizes]
-        if backend.role == "kernel":
+        if backend.role == "kernel" and backend.one_block:
             jobs.append(Job(backend, longest, one_block=True))
     order = {"kernel": 0, "variant": 1, "baseline": 2, "peer": 3}
     return sorted(jobs, key=lambda job: order[job.role])

@@ -34,8 +34,8 @@ def bench(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help="triton, numba, reference, flashinfer or flash-attn; repeatable. Default: ours for the "
-            "device and each peer that is installed.",
+            help="triton, triton plan (skewed lengths), numba, reference, flashinfer or flash-attn; "
+            "repeatable. Default: ours for the device and each peer that is installed.",
             metavar="NAME",
         ),
     ] = None,

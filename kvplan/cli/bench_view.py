@@ -104,7 +104,8 @@ def _setup_table(rows: Sequence[Row], device: Device, term: Terminal) -> str:
         Column("vs contiguous" if cpu else "time/contig."),
         Column("check", align="left"),
     ]
-    several = len({row["backend"] for row in rows if row["role"] == "kernel"}) > 1
+    kernels = {row["backend"] for row in rows if row["role"] == "kernel" and row["status"] != "unsupported"}
+    several = len(kernels) > 1
     body = []
     for row in rows:
         if row["status"] == "unsupported":
@@ -131,12 +132,13 @@ def _setup_table(rows: Sequence[Row], device: Device, term: Terminal) -> str:
 
 def _shares_table(setups: list[list[Row]], term: Terminal) -> str:
     """A line a set-up: share of the read ceiling in % by block size, then of what it stands beside."""
-    heads = list(dict.fromkeys(_short(row) for setup in setups for row in setup if _in_shares(row)))
+    first = next((row["backend"] for row in setups[0] if row["role"] == "kernel"), "")
+    heads = list(dict.fromkeys(_short(row, first) for setup in setups for row in setup if _in_shares(row)))
     columns = [Column("% of read ceiling", align="left", shrinks=True, min_width=30)]
     columns += [Column(head, optional=0 if head.isdigit() else 1) for head in heads]
     body = []
     for setup in setups:
-        shares = {_short(row): row["share_of_read"] for row in setup if _in_shares(row)}
+        shares = {_short(row, first): row["share_of_read"] for row in setup if _in_shares(row)}
         shown = ["-" if shares.get(head) is None else f"{100 * shares[head]:.0f}" for head in heads]
         body.append([_setup_words(setup[0]), *shown])
     return render.table(columns, body, term)
@@ -156,8 +158,8 @@ def _in_shares(row: Row) -> bool:
     return bool(row["status"] != "unsupported")
 
 
-def _short(row: Row) -> str:
-    if row["role"] == "kernel":
+def _short(row: Row, first_kernel: str) -> str:
+    if row["backend"] == first_kernel:
         return str(row["block_size"])
     if row["role"] == "variant":
         return str(row["backend"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,15 @@ torch = pytest.importorskip("torch")
 from kvplan.bench import gates, gates_other  # noqa: E402
 from kvplan.bench.gates import Variant  # noqa: E402
 from kvplan.kernels import cpu, reference  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices on several threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("backend", ["triton", "numba"])

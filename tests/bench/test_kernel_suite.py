@@ -231,8 +231,10 @@ def test_backends_are_chosen_by_name_device_and_what_is_installed(registered: st
     names = [backend.name for backend in backends.choose([registered, "numba"], "cpu")]
     assert names == ["under test", "numba", "contiguous SDPA", "gather + SDPA"]
     assert backends.choose([], "cpu")[0].name == "numba"
+    on_gpu = [backend.name for backend in backends.choose(["triton", "triton plan"], "cuda")]
+    assert on_gpu == ["triton", "triton plan", "contiguous SDPA", "gather + SDPA"]
     for name, says in (
-        ("nonsense", "--backend is 'nonsense'; must be one of triton, numba, reference, flashinfer"),
+        ("nonsense", "--backend is 'nonsense'; must be one of triton, triton plan, numba, reference, fl"),
         ("gather + SDPA", "--backend is 'gather + SDPA'"),
         ("triton", "--backend triton does not run on cpu; here there is numba, reference"),
     ):
@@ -262,6 +264,29 @@ def test_flash_attn_and_flashinfer_refuse_what_they_cannot_do() -> None:
     assert flash.refuses(SHAPE, 256)
     assert infer.refuses(SHAPE, 16)
     assert infer.refuses(half, 16) is None
+
+
+def test_ablation_runs_each_variant_once_at_one_block_size() -> None:
+    """Given two block sizes, expected: kernels at both, one block a row once, variants at 16 only."""
+    pytest.importorskip("triton")
+    chosen = [*backends.choose(["triton", "triton plan"], "cuda"), *backends.variants("cuda")]
+    jobs = kernel.jobs_of(SHAPE, (16, 64), chosen)
+    assert [(job.name, job.block_size) for job in jobs[:5]] == [
+        ("triton", 16),
+        ("triton", 64),
+        ("triton plan", 16),
+        ("triton plan", 64),
+        ("tile 32", 16),
+    ]
+    assert {job.block_size for job in jobs if job.role == "variant"} == {16}
+    assert [job.name for job in jobs if job.one_block] == ["triton, one block a row"]
+    assert [job.role for job in jobs] == sorted(
+        (job.role for job in jobs), key=["kernel", "variant", "baseline", "peer"].index
+    )
+    with pytest.raises(
+        InputError, match="--ablate varies the tuning of the GPU kernel; this run is on a CPU"
+    ):
+        backends.variants("cpu")
 
 
 def test_not_finite_errors_are_null_in_rows(device: Device) -> None:

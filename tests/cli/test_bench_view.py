@@ -104,6 +104,17 @@ def test_many_setups_get_a_line_each_and_numbers_stay_whole() -> None:
     assert max(len(line) for line in lines) <= 80
 
 
+def test_skewed_lengths_show_both_of_our_kernels_by_name() -> None:
+    rows = [*ROWS[:3], row("triton plan", "kernel", 16, 520), row("tile 128", "variant", 16, 530), *ROWS[3:]]
+    text = bench_text(rows, H200, CEILINGS, Terminal())
+    labels = [line[2:22].strip() for line in text.splitlines() if line.startswith("  ")][1:]
+    assert labels[:6] == [
+        *("triton, 1", "triton, 16", "triton, 64", "triton plan, 16", "16, tile 128"),
+        "triton, contiguous",
+    ]
+    assert text.startswith("BLOCK SIZE 16 OR 64  94 %")
+
+
 def test_marked_cells_are_explained() -> None:
     rows = [{**each, "kv_under_4x_cache": True} for each in ROWS]
     text = bench_text(rows, H200, CEILINGS, Terminal())
