@@ -133,7 +133,7 @@ def default_config(
     if dtype == torch.float32 or capability is None:
         return MlaConfig(tile=16, warps=8, stages=1)
     if heads >= 64 and capability[0] >= 10 and kv_dtype == dtype:
-        return MlaConfig(rows=64, warps=8)
+        return MlaConfig(rows=64, warps=8, stages=2)
     if heads > 16:
         return MlaConfig(rows=32, warps=8)
     return MlaConfig(warps=4 if kv_dtype == dtype else 8)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 MAX_SPLITS = 128
+# Numbers of splits that are tried: all small ones, then steps of at most a quarter.
+CANDIDATES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, MAX_SPLITS)
 # Work that a program does besides its tokens (start, epilogue, its share of the merge), in tokens' time.
 PROGRAM_OVERHEAD_TOKENS = 64
 # Below this a part is mostly overhead.
@@ -40,6 +43,7 @@ def split_cost_tokens(num_splits: int, max_len: int, total_tokens: int, kv_heads
     )
 
 
+@lru_cache(maxsize=4096)
 def choose_num_splits(
     batch: int,
     kv_heads: int,
@@ -60,7 +64,7 @@ def choose_num_splits(
     total = batch * max_len if total_tokens is None else total_tokens
     slots = num_sms * programs_per_sm
     most = min(MAX_SPLITS, max_len // MIN_PART_TOKENS)
-    costs = {n: split_cost_tokens(n, max_len, total, kv_heads, slots) for n in range(1, most + 1)}
+    costs = {n: split_cost_tokens(n, max_len, total, kv_heads, slots) for n in CANDIDATES if n <= most}
     best = min(costs.values())
     return min(n for n, cost in costs.items() if cost <= best * 1.02)
 

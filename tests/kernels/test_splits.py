@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan.kernels.splits import (
+    CANDIDATES,
     MAX_SPLITS,
     MIN_PART_TOKENS,
     choose_num_splits,
@@ -50,9 +51,11 @@ def test_choice_is_cheapest_within_tolerance(batch: int, kv_heads: int, longest:
     chosen = choose_num_splits(batch, kv_heads, longest, sms)
     assert 1 <= chosen <= MAX_SPLITS
     most = max(1, min(MAX_SPLITS, longest // MIN_PART_TOKENS))
-    costs = [split_cost_tokens(n, longest, batch * longest, kv_heads, 2 * sms) for n in range(1, most + 1)]
+    costs = {
+        n: split_cost_tokens(n, longest, batch * longest, kv_heads, 2 * sms) for n in CANDIDATES if n <= most
+    }
     if longest > MIN_PART_TOKENS:
-        assert costs[chosen - 1] <= min(costs) * 1.02
+        assert costs[chosen] <= min(costs.values()) * 1.02
 
 
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 40_000)), max_size=40)
