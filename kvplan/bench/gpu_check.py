@@ -25,7 +25,7 @@ from kvplan.bench.device import Device, detect
 from kvplan.errors import InputError
 
 TOTAL_SECONDS = 570.0
-GATES_SHARE = 0.35  # of the time at most; what the gates leave goes to the sweep
+GATES_SHARE = 0.4  # of the time at most; what the gates leave goes to the sweep
 SWEEP_SHARE = 0.55  # of what is left after the gates; then tuning, then peers
 GRACE_SECONDS = 45.0  # from "begin no further cell" to the end of a sweep
 OURS = ("--backend", "triton", "--backend", "triton plan")
