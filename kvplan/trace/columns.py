@@ -30,7 +30,7 @@ class Place:
 
     def error(self, name: str, value: Any, must: str) -> InputError:
         found = "missing" if value is MISSING else f"is {shown(value)}"
-        return InputError(f"{self.file}:{self.line}: {name} {found}; must be {must}.")
+        return InputError(f"{self.file}:{self.line}: {harmless(name[:60])} {found}; must be {must}.")
 
 
 def shown(value: Any) -> str:

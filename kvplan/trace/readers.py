@@ -294,6 +294,7 @@ def _csv_rows(wanted: str | None, name: str, first: Line, lines: Iterator[Line])
     found = _csv_format(wanted, name, first[0], header)
     # Only the columns that a reader knows are looked at; the number of cells is checked all the same.
     width = len(header)
+    names = shown(Phrase(harmless(", ".join(header))))
     if len(set(header)) < width:
         twice = next(cell for cell in header if header.count(cell) > 1)
         raise InputError(f"{name}:{first[0]}: column {shown(twice)} stands twice; must be there once.")
@@ -301,7 +302,7 @@ def _csv_rows(wanted: str | None, name: str, first: Line, lines: Iterator[Line])
     def row(number: int, line: bytes) -> dict[str, str]:
         cells = _cells(name, number, _text(name, number, line))
         if len(cells) != width:
-            raise InputError(f"{name}:{number}: {len(cells)} cells; must be {width}: {', '.join(header)}.")
+            raise InputError(f"{name}:{number}: {len(cells)} cells; must be {width}: {names}.")
         return dict(zip(header, cells, strict=True))
 
     def rows() -> Rows:

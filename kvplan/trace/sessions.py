@@ -146,7 +146,7 @@ def rag(columns: Columns) -> Any:
         if type(parts) is not dict:
             raise place.error("hash_ids", parts, f"an object of {', '.join(RAG_PARTS)}")
         for part in (*RAG_PARTS, *(key for key in parts if key not in RAG_PARTS)):
-            for block in block_ids(place, f"hash_ids.{part}"[:40], parts.get(part) or []):
+            for block in block_ids(place, f"hash_ids.{part}", parts.get(part) or []):
                 if left:
                     length = min(left, RAG_BLOCK_TOKENS)
                     columns.segment(block, 0, length)
