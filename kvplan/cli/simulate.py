@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvplan.memory.capacity import PoolPlan
     from kvplan.results.metrics import Slo, SloResult
     from kvplan.sim.run import Run
+    from kvplan.sim.steptime import Calibration
     from kvplan.trace.schema import Trace
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -27,6 +28,10 @@ warmup_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PROMPTS, DEFAULT_RATE = 1024, 128, 1000, 4.0
 MAX_UNLIMITED_BLOCKS = 60_000_000
+NEAR_SATURATION = 0.05
+"""Share of the time with a queue above which TTFT is shown as a band (its elasticity is 1.2 to 5.5)."""
+MAX_BAND_REQUESTS = 200_000
+"""Above it the two further runs of a band would take longer than the answer is worth."""
 
 
 class ClockKind(StrEnum):
@@ -43,6 +48,16 @@ class Case:
     run: Run
     summary: dict[str, Any]
     targets: list[SloResult]
+    band: Band | None = None
+
+
+@dataclass(frozen=True)
+class Band:
+    """TTFT when every step is ``share`` faster or slower than modelled: near saturation it moves far more."""
+
+    share: float
+    fast: dict[str, float]  # summary keys of TTFT, in milliseconds
+    slow: dict[str, float]
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,6 +99,9 @@ def simulate_command(
     speed_up: Annotated[str | None, typer.Option(metavar="X", help="Divide the trace's times by X")] = None,
     unlimited: Annotated[bool, typer.Option("--unlimited", help="A pool that never runs out")] = False,
     clock: Annotated[ClockKind, typer.Option(help="What a step lasts")] = ClockKind.MODELLED,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Factors from kvplan calibrate")
+    ] = None,
     allocation: Annotated[
         str,
         typer.Option(metavar="KIND", help="paged, reserve-max[:LEN|longest], reserve-pow2, reserve-oracle"),
@@ -118,6 +136,7 @@ def simulate_command(
         trace, trace_format, random_input_len, random_output_len, num_prompts, random_range_ratio,
         random_len_range, seed, request_rate, burstiness, max_concurrency, speed_up,
     )  # fmt: skip
+    adjust, fitted_on = _calibration(calibration, clock)
     target = resolve_target(flags)
     _refuse_unmodelled(target, clock)
     sizes = [Flag("block_size", int, "", high=1 << 20).parse(text) for text in block_size or ()]
@@ -131,9 +150,19 @@ def simulate_command(
     if slos and len(requests) > 1 and _all_at_once(requests) and not concurrency:
         render.note("note: all requests arrive at once: this is a batch, not a service load.", quiet)
     cases = _run_all(
-        target, plans, requests, concurrency, clock, allocation, unlimited, slos, record_decisions, quiet
+        target,
+        plans,
+        requests,
+        concurrency,
+        clock,
+        adjust,
+        allocation,
+        unlimited,
+        slos,
+        record_decisions,
+        quiet,
     )
-    assumptions = _assumptions(target, plans[0], load, clock)
+    assumptions = _assumptions(target, plans[0], load, clock, adjust, fitted_on)
     _report(target, cases, requests, clock, assumptions, allocation, format)
     if output is not None:
         _write(output, cases, requests, target, assumptions, record_decisions, quiet)
@@ -337,6 +366,7 @@ def _run_all(
     requests: Trace,
     concurrency: int,
     clock: ClockKind,
+    adjust: Calibration | None,
     allocation: str,
     unlimited: bool,
     slos: tuple[Slo, ...],
@@ -350,7 +380,9 @@ def _run_all(
     from kvplan.sched import core
     from kvplan.sched.jit import is_compiled
     from kvplan.sim import run as sim
+    from kvplan.sim.envelope import envelope_for
     from kvplan.sim.rules import rules_for
+    from kvplan.sim.steptime import stretched
     from kvplan.sim.tables import inter_token_latencies, request_times, summary
 
     if not is_compiled(core.run):
@@ -375,14 +407,33 @@ def _run_all(
             used = 100 * (rules.num_blocks - 1 - int(c["free"])) // max(1, rules.num_blocks - 1)
             progress.update(sum(done), f"KV {used} %")
 
-        run = sim.simulate(requests, rules, _clock(target, plan, clock), reserve=reserve, progress=report)
+        seconds = _clock(target, plan, clock, adjust)
+        keys = sim.keys_for(requests, rules)
+        run = sim.simulate(requests, rules, seconds, keys=keys, reserve=reserve, progress=report)
         itl_s, weights = inter_token_latencies(run)
+        result = summary(run, requests, plan.bytes_per_block, slos, allocation)
+        band = None
+        near = result["queued_share"] > NEAR_SATURATION or result["saturated"]
+        if clock is ClockKind.MODELLED and near and len(plans) == 1 and len(requests) <= MAX_BAND_REQUESTS:
+            share = envelope_for(target.model, target.gpu, _resolved_settings(plan), adjust).tpot_median
+
+            def ttft(factor: float) -> dict[str, float]:
+                end = sim.simulate(requests, rules, stretched(seconds, factor), keys=keys, reserve=reserve)
+                ends = summary(end, requests, plan.bytes_per_block, (), allocation)
+                return {key: value for key, value in ends.items() if key.endswith("_ttft_ms")}
+
+            band = Band(share, ttft(1 - share), ttft(1 + share))
+            result["ttft_band"] = {
+                key: [band.fast[key], band.slow[key]]
+                for key in ("mean_ttft_ms", "median_ttft_ms", "p95_ttft_ms", "p99_ttft_ms")
+            }
         return Case(
             plan,
             blocks,
             run,
-            summary(run, requests, plan.bytes_per_block, slos, allocation),
+            result,
             check_slos(request_times(run), slos, itl_s, weights),
+            band,
         )
 
     with render.Progress("simulate", len(requests) * len(plans), "req", quiet) as progress:
@@ -392,13 +443,24 @@ def _run_all(
             return list(pool.map(lambda i: simulate(i, progress), range(len(plans))))
 
 
-def _clock(target: Target, plan: PoolPlan, clock: ClockKind) -> Any:
+def _clock(target: Target, plan: PoolPlan, clock: ClockKind, adjust: Calibration | None) -> Any:
     from kvplan.sim.run import steps_clock
     from kvplan.sim.steptime import clock_for
 
     if clock is ClockKind.STEPS:
         return steps_clock()
-    return clock_for(target.model, target.gpu, _resolved_settings(plan))
+    return clock_for(target.model, target.gpu, _resolved_settings(plan), adjust)
+
+
+def _calibration(path: Path | None, clock: ClockKind) -> tuple[Calibration | None, dict[str, Any]]:
+    """The factors of `--calibration`, and what they were fitted on."""
+    if path is None:
+        return None, {}
+    if clock is ClockKind.STEPS:
+        raise InputError("--calibration has no effect on --clock steps: use one.")
+    from kvplan.sim.calibrate import load
+
+    return load(path)
 
 
 def _resolved_settings(plan: PoolPlan) -> Any:
@@ -418,19 +480,28 @@ def _resolved_settings(plan: PoolPlan) -> Any:
 # ---------------------------------------------------------------------------------------------- the results
 
 
-def _assumptions(target: Target, plan: PoolPlan, load: Load, clock: ClockKind) -> list[str]:
+def _assumptions(
+    target: Target,
+    plan: PoolPlan,
+    load: Load,
+    clock: ClockKind,
+    adjust: Calibration | None,
+    fitted_on: dict[str, Any],
+) -> list[str]:
     said = [*target.notes, *plan.assumptions]
     if load.is_default:
         said.append(
-            f"no TRACE: {DEFAULT_PROMPTS:,} constructed requests of {DEFAULT_INPUT_LEN} + "
-            f"{DEFAULT_OUTPUT_LEN} "
-            f"tokens, {DEFAULT_RATE:g} a second"
+            f"no TRACE: constructed requests of {DEFAULT_INPUT_LEN} + {DEFAULT_OUTPUT_LEN} tokens"
+            + ("" if load.request_rate or load.max_concurrency else f", {DEFAULT_RATE:g} a second")
         )
     if clock is ClockKind.MODELLED:
         from kvplan.sim.envelope import envelope_for
 
-        envelope = envelope_for(target.model, target.gpu, _resolved_settings(plan))
+        envelope = envelope_for(target.model, target.gpu, _resolved_settings(plan), adjust)
         said += [envelope.text, *envelope.warnings]
+        for name, ours in (("model", target.model.name), ("gpu", target.gpu.name)):
+            if fitted_on.get(name, ours) != ours:
+                said.append(f"the calibration was fitted on {name} {fitted_on[name]}, this is {ours}")
     else:
         said.append("every step lasts one second: times count steps")
     return said

@@ -32,7 +32,7 @@ def one_view(
     """Blocks of lines for one run."""
     case = cases[0]
     lines = [*verdict_lines(case, requests, steps, term), "", subject(target, case, requests, term), ""]
-    lines += [latency_table(case, steps, term), "", *pool_lines(case, allocation, term), ""]
+    lines += [latency_table(case, steps, term), *band_line(case), "", *pool_lines(case, allocation, term), ""]
     lines += counters(case, requests)
     if case.summary["rejected"] or case.summary["cancelled"] or case.summary["timed_out"]:
         lines.append(failures(case))
@@ -121,6 +121,20 @@ def latency_table(case: Case, steps: bool, term: Terminal) -> str:
             )  # fmt: skip
         rows.append(row)
     return render.table(columns, rows, term)
+
+
+def band_line(case: Case) -> list[str]:
+    """Near saturation: what TTFT becomes when the step-time model is off by its usual error."""
+    band = case.band
+    if band is None:
+        return []
+    parts = []
+    for key, name in (("median_ttft_ms", "p50"), ("p95_ttft_ms", "p95"), ("p99_ttft_ms", "p99")):
+        ends = [band.fast[key] / 1e3, band.slow[key] / 1e3]
+        unit = render.time_unit(ends)
+        low, high = (shown.strip() for shown in render.times(ends, unit))
+        parts.append(f"{name} {low} to {high} {unit}")
+    return [f"  TTFT band  {', '.join(parts)} (steps +-{100 * band.share:.0f} %)"]
 
 
 def pool_lines(case: Case, allocation: str, term: Terminal) -> list[str]:
