@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_TRACE := traces/demo.jsonl
 ARGS ?=
 
-.PHONY: help demo test lint bench-sim bench-start gpu-check kernels-check clean
+.PHONY: help demo test lint bench-sim bench-start fidelity gpu-check kernels-check clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ bench-sim: $(READY)  ## Speed of the scheduler and simulator, as ratios
 
 bench-start: $(READY)  ## Time of `kvplan --help` and `estimate` beside a Typer program of three commands
 	$(BIN)/python tests/start_time.py
+
+fidelity: $(READY)  ## Simulated beside recorded serving (needs ../shared/evidence)
+	$(BIN)/python -m kvplan.bench.fidelity ../shared/evidence -o out/fidelity.md $(ARGS)
 
 gpu-check:  ## Check and measure on this machine's GPU with its own Python (PYTHON=...); needs no network
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
