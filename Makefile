@@ -38,13 +38,14 @@ bench-start: $(READY)  ## Time of `kvplan --help` and `estimate` beside a Typer 
 	$(BIN)/python tests/start_time.py
 
 fidelity: $(READY)  ## Simulated beside recorded serving (needs ../shared/evidence)
+	mkdir -p out
 	$(BIN)/python -m kvplan.bench.fidelity ../shared/evidence -o out/fidelity.md $(ARGS)
 
 gpu-check:  ## Check and measure on this machine's GPU with its own Python (PYTHON=...); needs no network
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(PYTHON) -m kvplan.bench.gpu_check
 
-kernels-check: $(READY)  ## Compile every kernel configuration for sm_80 and sm_90, without a GPU
+kernels-check: $(READY)  ## Compile every kernel configuration, sm_80 to sm_100 and gfx942, without a GPU
 	$(BIN)/python -m pytest tests/kernels --full-compile $(ARGS)
 
 clean:  ## Remove .venv, out/ and caches
