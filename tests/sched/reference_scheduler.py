@@ -77,6 +77,7 @@ class Request:
     priority: int = 0
     tenant: Any = None
 
+    status: str = "to come"  # waiting, running, finished, rejected
     output_tokens: int = 0
     computed: int = 0  # tokens whose KV is there, or under way in a batch
     delivered: int = 0  # of them, those whose batch has come back
@@ -211,6 +212,16 @@ class Scheduler:
     def unfinished(self) -> bool:
         return bool(self.running or len(self.waiting))
 
+    def add(self, request: Request) -> None:
+        """Reject what can never run: a prompt without room for an output (3.5), or more than the pool."""
+        end = min(request.ends, self.settings.max_model_len)
+        too_long = request.prompt_tokens >= self.settings.max_model_len
+        if too_long or not self.cache.can_ever_fit(end - 1):
+            request.status = "rejected"
+        else:
+            request.status = "waiting"
+            self.waiting.add(request)
+
     # ------------------------------------------------------------------------------------ schedule()
 
     def schedule(self, record: StepRecord) -> list[Scheduled]:
@@ -240,13 +251,15 @@ class Scheduler:
         if first >= max(request.prompt_tokens, request.num_tokens - 1):
             return n  # decode
         size, end = self.settings.block_size, first + n
-        last = (request.num_tokens - 1) // size * size
+        last = (request.num_tokens - 1) // size * size  # where a lookup of the same tokens would end (5.6)
         if end < last:
-            end = end // size * size
-        for stop in (request.junction // size * size, last):
-            if first < stop < end:
-                return stop - first
-        return max(end - first, 0)
+            aligned = end // size * size
+            if aligned > first or size <= self.limited(self.settings.max_num_batched_tokens):
+                end = aligned  # else no chunk can hold a block: go on within it
+        stops = [last, (first // size + 1) * size if first % size else last]
+        if first < request.junction < end:
+            stops.append(first + (request.junction - first) // size * size)
+        return max(min([end, *(stop for stop in stops if first < stop)]) - first, 0)
 
     def schedule_running(self, record: StepRecord) -> None:
         self.at = 0
@@ -279,6 +292,9 @@ class Scheduler:
         self.running.remove(victim)
         was_scheduled = victim in self.tokens
         if was_scheduled:
+            for kind, table in zip(self.cache.groups, self.cache.tables[victim.index], strict=True):
+                for block in table.blocks[victim.computed // kind.block_size :]:
+                    block.promised = block.key is not None
             self.budget += self.tokens.pop(victim)
             del self.new_blocks[victim]
         by_place = self.settings.has("priority index moves back by list position")
@@ -287,6 +303,7 @@ class Scheduler:
         self.cache.free(victim)
         victim.computed = 0
         victim.preemptions += 1
+        victim.status = "waiting"
         self.waiting.put_back(victim)
         record.preempted.append(victim.index)
         return victim
@@ -313,6 +330,7 @@ class Scheduler:
                 break
             self.waiting.pop()
             self.running.append(request)
+            request.status = "running"
             request.computed = request.delivered = hit.tokens
             self.tokens[request] = n
             self.budget -= n
@@ -348,12 +366,13 @@ class Scheduler:
             request.placeholders -= 1
             if request.output_tokens == 1:
                 record.first_token.append(request.index)
-            is_running = request.index in self.cache.tables
+            is_running = request.status == "running"
             if self.settings.async_scheduling and is_running:  # (1.3)
                 self.cache.remember(request, request.computed - request.placeholders)
             if request.num_tokens >= min(request.ends, self.settings.max_model_len):
                 record.finished.append(request.index)
                 self.cache.free(request)
+                request.status = "finished"
                 (self.running if is_running else self.waiting).remove(request)
 
     # --------------------------------------------------------------------------------------- records
@@ -374,8 +393,13 @@ class Scheduler:
         record.alloc_block_ids = tables(record.new) + grown + tables(record.resumed)
 
 
-def simulate(settings: Settings, requests: list[Request], check: bool = False) -> list[StepRecord]:
-    """Run all requests to their end, a step at a time (1); ``check`` tests invariants after every step."""
+def simulate(
+    settings: Settings, requests: list[Request], check: bool = False, steps: int | None = None
+) -> list[StepRecord]:
+    """Run all requests to their end, a step at a time (1), or the first ``steps`` steps.
+
+    ``check`` tests the invariants after every step. A request that can never fit is rejected (3.5).
+    """
     from tests.sched.reference_check import Ledger
 
     scheduler = Scheduler(settings)
@@ -388,9 +412,14 @@ def simulate(settings: Settings, requests: list[Request], check: bool = False) -
         if not scheduler.unfinished:  # the engine does not step when nothing is unfinished (1.4)
             step = max(step, to_come[0].arrival_step)
         while to_come and to_come[0].arrival_step <= step:
-            scheduler.waiting.add(to_come.popleft())
+            scheduler.add(to_come.popleft())
+        if not scheduler.unfinished:
+            continue
         record = StepRecord(step, free_before=scheduler.pool.free)
         batch = scheduler.schedule(record)
+        if not (batch or scheduler.running or record.preempted or in_flight):
+            scheduler.waiting.pop().status = "rejected"  # the head will never be admitted: not a hang
+            continue
         in_flight.append(batch)
         if ledger:
             ledger.write(batch)
@@ -404,4 +433,6 @@ def simulate(settings: Settings, requests: list[Request], check: bool = False) -
         if ledger:
             ledger.check_invariants()
         step += 1
+        if len(records) == steps:
+            break
     return records
