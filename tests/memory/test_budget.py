@@ -17,10 +17,7 @@ from kvplan.memory.budget import Budget, activation_peak, graphs_inside, stage_b
 from kvplan.memory.capacity import weights_term
 from kvplan.spec.catalogue import find_gpu, find_model
 from kvplan.spec.engine import EngineSettings, resolve
-from tests.memory.kv_rows import GIB, model_of, rows, settings_of, version_of
-
-# The card has twice the catalogue's namesake: the row's note derives 139.8 GiB from two utilisations.
-TOTAL_GIB = {"recipes12-qwen3coder480b-090": 139.8, "recipes12-qwen3coder480b-095": 139.8}
+from tests.memory.kv_rows import GIB, TOTAL_GIB, model_of, rows, settings_of, version_of
 
 
 def scored() -> list[tuple[dict[str, Any], Budget]]:
