@@ -53,7 +53,8 @@ def workloads(draw: st.DrawFn) -> list[Request]:
     for i in range(draw(st.integers(1, 12))):
         tenant = draw(st.integers(0, 1))
         segments = [(f"system {draw(st.integers(0, 2))}", 0, draw(st.integers(1, 25)))]
-        if made and draw(st.booleans()):  # a later turn: an earlier prompt, a part of its answer
+        later_turn: bool = draw(st.booleans())
+        if made and later_turn:  # a later turn: an earlier prompt, a part of its answer
             before = draw(st.sampled_from(made))
             tenant = before.tenant
             taken = draw(st.integers(1, before.max_tokens))
