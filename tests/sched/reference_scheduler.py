@@ -420,10 +420,11 @@ def simulate(
         if not (batch or scheduler.running or record.preempted or in_flight):
             scheduler.waiting.pop().status = "rejected"  # the head will never be admitted: not a hang
             continue
-        in_flight.append(batch)
+        if batch:
+            in_flight.append(batch)
         if ledger:
             ledger.write(batch)
-        if not (settings.async_scheduling and batch and len(in_flight) < 2):
+        if in_flight and not (settings.async_scheduling and batch and len(in_flight) < 2):
             scheduler.update(in_flight.popleft(), record)
         record.free_after_update = scheduler.pool.free
         record.free_head8 = list(islice(scheduler.pool.free_queue, 8))
