@@ -84,7 +84,7 @@ COUNT = np.dtype([(n, np.int64) for n in _COUNTS.split()] + [(n, np.float64) for
 
 # Constants are numpy integers: numba compiles a function anew for each literal argument it is called with.
 # Request status.
-PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT = np.arange(8, dtype=np.int32)
+PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT, EMPTY = np.arange(9, dtype=np.int32)
 
 # Rows of `lists`. A batch in flight has four rows; two batches can be in flight.
 RUNNING, SPARE, NEW, RESUMED, PREEMPTED, FINISHED, FIRST, SKIPPED, BATCH = np.arange(9)
@@ -861,7 +861,10 @@ def arrive(S, R):
         if R.max_concurrency > 0:
             row.arrived_s = max(row.arrival_s, c.last_release)
         c.live += 1
-        if row.prompt >= R.max_model_len:  # [3.5]
+        if row.prompt < 1:  # there is nothing to compute a token from
+            finish(c, row, EMPTY)
+            c.rejected += 1
+        elif row.prompt >= R.max_model_len:  # [3.5]
             finish(c, row, TOO_LONG)
             c.rejected += 1
         elif (max(row.stop - 1, row.reserve) + R.block_size - 1) // R.block_size > R.num_blocks - 1:

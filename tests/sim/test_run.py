@@ -42,7 +42,8 @@ def statuses(run: Run) -> list[int]:
 
 def assert_conserved(run: Run, trace: Trace) -> None:
     ended = np.isin(
-        run.requests.status, [core.DONE, core.TOO_LONG, core.NO_ROOM, core.CANCELLED, core.TIMED_OUT]
+        run.requests.status,
+        [core.DONE, core.TOO_LONG, core.NO_ROOM, core.EMPTY, core.CANCELLED, core.TIMED_OUT],
     )
     assert ended.all(), "each request ends in exactly one status"
     assert int(run.count["free"]) == run.rules.num_blocks - 1, "all blocks return"
@@ -314,3 +315,12 @@ def test_a_fully_cached_prompt_computes_one_block_and_does_not_stall() -> None:
     run = simulate(trace, RULES, steps_clock())
     assert int(run.requests.hit[1]) == 144
     assert_conserved(run, trace)
+
+
+def test_an_empty_prompt_is_rejected_and_does_not_hang() -> None:
+    """7.9 % of BurstGPT's rows are failures with 0 tokens (TRACE_FORMATS.md): kept, counted, not run."""
+    for asynchronous in (False, True):
+        trace = trace_of([4, 0, 5], [2, 0, 2])
+        run = simulate(trace, RULES._replace(asynchronous=asynchronous), steps_clock())
+        assert request_columns(run, trace)["status"] == ["finished", "rejected_empty", "finished"]
+        assert int(run.count["rejected"]) == 1
