@@ -107,7 +107,7 @@ def request_columns(run: Run, trace: Trace) -> dict[str, Any]:
     labels = np.array([status.label for status in Status], object)
     reasons = np.full(len(trace), None, object)
     for i in np.flatnonzero(np.isin(t.status, _REJECTED)):
-        reasons[i] = _reason(run, i)
+        reasons[i] = _reason(run, int(i))
     return {
         "request": np.arange(len(trace)),
         "id": trace.request_id,
@@ -127,7 +127,7 @@ def request_columns(run: Run, trace: Trace) -> dict[str, Any]:
         "prefix_hit_tokens": np.asarray(run.requests.hit),
         "priority": trace.priority,
         "tenant": np.array([name or None for name in trace.tenant_names], object)[trace.tenant_id].tolist(),
-        "session_id": np.where(trace.session_id >= 0, trace.session_id.astype(object), None).tolist(),
+        "session_id": [s if s >= 0 else None for s in trace.session_id.tolist()],
         "turn": trace.turn,
     }
 
@@ -150,8 +150,8 @@ def _reason(run: Run, i: int) -> str:
 def timeline_columns(run: Run) -> dict[str, Any]:
     """Columns of the timeline: the pool and the queue after each (kept) scheduling step, and in each pause.
 
-    A row holds until the next one's time; the last one is the end of the run. What is cached during a pause is
-    known to a block or so a request that ended before it (`run.with_pauses`); all else is exact.
+    A row holds until the next one's time; the last one is the end of the run. What is cached during a pause
+    is known to a block for each request that ended before it (`run.with_pauses`); all else is exact.
     """
     at = {name: run.rows[:, i] for i, name in enumerate(core.STEP_COLUMNS)}
     free = run.rules.num_blocks - 1 - at["used_blocks"] - at["cached_blocks"]
