@@ -32,6 +32,9 @@ if HAVE_TRITON:
     os.environ["TRITON_INTERPRET"] = "1"
     for module in pkgutil.iter_modules(kvplan.kernels.__path__, "kvplan.kernels."):
         importlib.import_module(module.name)
+    # Loaded by triton at a first launch otherwise, which may come from a test elsewhere, in the other mode.
+    if importlib.util.find_spec("triton.experimental.gluon"):
+        importlib.import_module("triton.experimental.gluon")
 
     if before is None:
         del os.environ["TRITON_INTERPRET"]
