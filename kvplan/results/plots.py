@@ -99,6 +99,8 @@ def draw_pool(axes: Axes, timeline: Mapping[str, NDArray[Any]], block_size: int)
 
 def draw_queue(axes: Axes, timeline: Mapping[str, NDArray[Any]], max_num_seqs: int | None) -> None:
     """Requests running and waiting over time, and the limit on running ones when it is in sight."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.step(timeline["time_s"], timeline["running"], where="post", color="#1b6ca8", label="running")
     axes.step(
         timeline["time_s"], timeline["waiting"], where="post", color="#c0392b", ls="--", label="waiting"
@@ -107,6 +109,7 @@ def draw_queue(axes: Axes, timeline: Mapping[str, NDArray[Any]], max_num_seqs: i
     if max_num_seqs is not None and max_num_seqs <= 2 * highest:
         axes.axhline(max_num_seqs, color="#555555", ls=":", label="max_num_seqs")
     axes.set(xlabel="time, s", ylabel="requests")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     _legend(axes)
