@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests.conftest import shared_path
-from tests.sched.reference_scheduler import Request, Settings, StepRecord, simulate
+from tests.sched.reference_model import Request, Settings, StepRecord
+from tests.sched.reference_scheduler import simulate
 
 # Column of the record: ours, where they differ.
 RENAMED = {

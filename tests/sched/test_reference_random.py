@@ -12,7 +12,8 @@ import os
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.sched.reference_scheduler import Request, Settings, simulate
+from tests.sched.reference_model import Request, Settings
+from tests.sched.reference_scheduler import simulate
 
 EXAMPLES = int(os.environ.get("KVPLAN_EXAMPLES", "600")) // 4
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.sched.reference_scheduler import Request, Scheduler, Settings, StepRecord, simulate
+from tests.sched.reference_model import Request, Settings, StepRecord
+from tests.sched.reference_scheduler import Scheduler, simulate
 
 
 def engine(**changed: Any) -> Settings:
@@ -82,15 +83,35 @@ def test_tokens_in_flight_count_both_batches_from_0_26(release: str, asynchronou
     assert settings.max_in_flight_tokens == tokens
 
 
+@pytest.mark.parametrize("group", ["window:5", "chunk:6"])
 @pytest.mark.parametrize(("blocks", "admitted"), [(6, [0, 1]), (5, [0])])
-def test_the_window_cap_has_one_block_more(blocks: int, admitted: list[int]) -> None:
-    """Given window 5, blocks of 2, 4 tokens in flight: cap cdiv(5 - 1 + 4, 2) + 1 = 5 (8.4). Request 0 holds
-    a block. Expected: a prompt of 40 tokens is admitted beside it with 5 free blocks, not with 4."""
-    settings = engine(num_gpu_blocks=blocks + 1, block_size=2, max_num_batched_tokens=4, groups=("window:5",))
+def test_a_window_caps_the_blocks_that_a_prompt_must_find(
+    group: str, blocks: int, admitted: list[int]
+) -> None:
+    """Given blocks of 2, 4 tokens in flight: the cap of window 5 is cdiv(5 - 1 + 4, 2) + 1 = 5, of chunk 6
+    cdiv(6 + 4, 2) = 5 (8.4). Request 0 holds a block. Expected: a prompt of 40 tokens is admitted beside it
+    with 5 free blocks, not with 4."""
+    settings = engine(
+        num_gpu_blocks=blocks + 1,
+        block_size=2,
+        max_num_batched_tokens=4,
+        groups=(group,),
+        enable_prefix_caching=False,
+    )
 
     steps = simulate(settings, [request(0, prompt=1, answer=2), request(1, prompt=40, answer=1)])
 
     assert steps[0].sched_req == admitted
+
+
+def test_blocks_left_of_the_window_return_before_new_ones_are_counted() -> None:
+    """Given window 3, 3 blocks of 2: requests 0 and 1 hold 2 and 1, none is free, and request 0 needs one
+    for its fifth token. Expected: it gets its own block 0 back, nobody is preempted (8.4)."""
+    settings = engine(num_gpu_blocks=4, block_size=2, groups=("window:3",))
+
+    steps = simulate(settings, [request(0, prompt=4, answer=3), request(1, prompt=1, answer=2)], check=True)
+
+    assert (steps[0].free_after_schedule, steps[1].sched_req, steps[1].preempted) == (0, [0, 1], [])
 
 
 def test_same_prompts_share_in_the_same_step_but_wait_for_a_state() -> None:
