@@ -37,7 +37,9 @@ def random_load(rng: np.random.Generator) -> Trace:
     longest = int(rng.choice([8, 100, 1000]))
     prompts = rng.integers(1, longest + 1, n)
     gaps = (
-        rng.exponential(1.0, n) * (rng.random(n) < rng.choice([0.0, 0.3, 1.0])) * rng.choice([0.01, 1, 5000])
+        rng.exponential(1.0, n)
+        * (rng.random(n) < rng.choice([0.0, 0.3, 1.0]))
+        * rng.choice([0.01, 0.01, 1, 5000])
     )
     shared = rng.random(n) < rng.choice([0.0, 0.7])
     has = np.flatnonzero(shared)
@@ -50,7 +52,7 @@ def random_load(rng: np.random.Generator) -> Trace:
         request_id=[f"r{i}" for i in range(n)],
         arrival_s=np.cumsum(gaps) + rng.random(),
         input_tokens=prompts,
-        output_tokens=rng.integers(0, int(rng.choice([2, 60, 300])), n),
+        output_tokens=rng.integers(0, int(rng.choice([2, 60, 300, 300])), n),
         segment_offsets=np.concatenate([[0], np.cumsum(shared)]),
         segment_stream=rng.integers(0, 4, len(has)),
         segment_start=np.zeros(len(has), np.int64),
@@ -69,15 +71,18 @@ def random_load(rng: np.random.Generator) -> Trace:
     )
 
 
-def random_rules(rng: np.random.Generator, allocation: str) -> Rules:
-    seqs = int(rng.choice([1, 2, 16, 128]))
+def random_rules(rng: np.random.Generator, trace: Trace, allocation: str) -> Rules:
+    """Pools from one block to many times the longest request; most are scarce."""
+    seqs = int(rng.choice([1, 8, 16, 128]))
     chunked = bool(rng.random() < 0.8)
+    block_size = int(rng.choice([1, 4, 16, 64]))
+    longest = -(-int((trace.input_tokens + trace.output_tokens).max()) // block_size)
     return Rules(
-        num_blocks=int(rng.choice([1, 2, 5, 30, 200, 3000])),
-        block_size=int(rng.choice([1, 4, 16, 64])),
+        num_blocks=1 + int(longest * rng.choice([0.0, 0.6, 1, 1.2, 1.5, 2, 3, 5, 100])),
+        block_size=block_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=int(max(seqs, rng.choice([1, 16, 300, 2048]))),
-        max_model_len=int(rng.choice([50, 700, 1 << 20])),
+        max_model_len=int(rng.choice([50, 700, 1 << 20, 1 << 20])),
         chunked_prefill=chunked,
         long_prefill_token_threshold=int(rng.choice([0, 0, 40])) if chunked else 0,
         lone_request_exempt=bool(rng.random() < 0.5),
@@ -88,7 +93,7 @@ def random_rules(rng: np.random.Generator, allocation: str) -> Rules:
         unhashed_to_front=bool(rng.random() < 0.5),
         shift_by_position=bool(rng.random() < 0.5),
         asynchronous=bool(rng.random() < 0.5),
-        max_concurrency=int(rng.choice([0, 0, 1, 20])),
+        max_concurrency=int(rng.choice([0, 0, 0, 0, 1, 20])),
         record=False,
     )
 
@@ -149,11 +154,12 @@ def check(run: Run, trace: Trace, allocation: str) -> None:
 
 
 def test_no_configuration_hangs_or_loses_a_request_or_a_block() -> None:
+    scarce = 0
     for seed in range(EXAMPLES):
         rng = np.random.default_rng(seed)
         trace = random_load(rng)
-        allocation = str(rng.choice(["paged", "paged", "reserve-max:300", "reserve-pow2", "reserve-oracle"]))
-        rules = random_rules(rng, allocation)
+        allocation = str(rng.choice(["paged"] * 5 + ["reserve-max:300", "reserve-pow2", "reserve-oracle"]))
+        rules = random_rules(rng, trace, allocation)
         clock = modelled(rng) if rng.random() < 0.6 else steps_clock()
         reserve = reserved_tokens(trace, stop_lengths(trace, rules.max_model_len), allocation, 300)
         calls = 0
@@ -170,6 +176,8 @@ def test_no_configuration_hangs_or_loses_a_request_or_a_block() -> None:
             check(run, trace, allocation)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, {allocation}, {rules}: {error}") from error
+        scarce += run.count["preemptions"] > 0
+    assert scarce > EXAMPLES / 10, "the loads do strain the pools"
 
 
 def test_a_larger_pool_is_never_slower_on_its_own_load() -> None:
@@ -187,7 +195,7 @@ def test_a_larger_pool_is_never_slower_on_its_own_load() -> None:
         deadline_s=np.full(n, np.nan), session_id=np.full(n, -1, np.int64), turn=np.zeros(n, np.int64),
         think_s=np.zeros(n),
     )  # fmt: skip
-    rules = random_rules(rng, "reserve")._replace(
+    rules = random_rules(rng, base, "reserve")._replace(
         block_size=16, max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=1 << 20, priority=False,
         watermark_blocks=0, max_concurrency=0, chunked_prefill=True, long_prefill_token_threshold=0,
         asynchronous=False,
