@@ -113,6 +113,7 @@ def estimate(
     that the engine refuses before it looks at memory.
     """
     engine = resolve(settings, model, gpu)
+    settings = engine.settings  # its dtype may be the card's, not the checkpoint's
     check_split(model, engine)
     layout = kv_layout(model, engine)
     assumptions = [*engine.assumptions, *layout.assumptions]
