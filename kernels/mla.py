@@ -130,8 +130,10 @@ def default_config(
     An accumulator of 512 numbers a head is what limits rows: 64 spill registers below sm_100, whose tensor
     cores keep it in a memory of their own.
     """
-    if dtype == torch.float32 or capability is None:
+    if dtype == torch.float32:
         return MlaConfig(tile=16, warps=8, stages=1)
+    if capability is None:  # 4 waves may use 512 registers each on gfx942, 8 waves half of that
+        return MlaConfig(tile=16, warps=4, stages=1)
     if heads >= 64 and capability[0] >= 10 and kv_dtype == dtype:
         return MlaConfig(rows=64, warps=8, stages=2)
     if heads > 16:
