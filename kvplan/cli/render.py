@@ -289,12 +289,13 @@ class Progress:
         """The line itself; the time left is a straight projection of the pace so far."""
         share = min(1.0, done / self.total) if self.total else 1.0
         full, empty = (BARS[0], BARS[3]) if self.term.unicode else (ASCII_BARS[0], ASCII_BARS[3])
-        drawn = full * round(20 * share) + empty * (20 - round(20 * share))
         left_s = elapsed_s * (1 - share) / share if share > 0 else None
         left = "" if left_s is None else f"{int(left_s) // 60}:{int(left_s) % 60:02d} left"
         progress = f"{done:,} / {self.total:,} {self.unit}".rstrip()
-        line = f"{self.label:<8}  {drawn} {100 * share:3.0f} %   {progress}  {text:<9}  {left}"
-        return shorten(line.rstrip(), self.term.width - 1, self.term.unicode)
+        said = f" {100 * share:3.0f} %   {progress}  {text:<9}  {left}".rstrip()
+        width = min(20, max(4, self.term.width - 1 - cells(f"{self.label:<8}  {said}")))
+        drawn = full * round(width * share) + empty * (width - round(width * share))
+        return shorten(f"{self.label:<8}  {drawn}{said}", self.term.width - 1, self.term.unicode)
 
 
 # ---- machine formats --------------------------------------------------------------------------------

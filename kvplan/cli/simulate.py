@@ -173,7 +173,7 @@ def simulate_command(
     if output is not None:
         write_run(output, cases, requests, target, assumptions, record_decisions, quiet)
     if plot is not None:
-        plot_runs(plot, cases, requests, slos, quiet)
+        plot_runs(plot, cases, requests, slos, allocation, quiet)
     if any(case.run.interrupted for case in cases):
         raise KeyboardInterrupt
     if any(not result.met for case in cases for result in case.targets):

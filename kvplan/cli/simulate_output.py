@@ -97,7 +97,14 @@ def write_run(
     render.note(f"wrote the other tables of each size beside it: {folders}", quiet)
 
 
-def plot_runs(path: Path, cases: Sequence[Case], requests: Trace, slos: tuple[Slo, ...], quiet: bool) -> None:
+def plot_runs(
+    path: Path,
+    cases: Sequence[Case],
+    requests: Trace,
+    slos: tuple[Slo, ...],
+    allocation: str,
+    quiet: bool,
+) -> None:
     """One picture a run; of several sizes each has the size in its name."""
     from kvplan.results import plots
     from kvplan.sim.tables import request_times, timeline_columns
@@ -114,5 +121,6 @@ def plot_runs(path: Path, cases: Sequence[Case], requests: Trace, slos: tuple[Sl
             f"{requests.provenance.source}, blocks of {rules.block_size}",
             slos,
             rules.max_num_seqs,
+            "tail waste" if allocation == "paged" else "reserved",
         )
         render.wrote(target, (), quiet)

@@ -51,15 +51,19 @@ def plot_run(
     title: str,
     slos: Sequence[Slo] = (),
     max_num_seqs: int | None = None,
+    unused: str = "tail waste",
 ) -> Path:
-    """Draw one run into ``path`` (png, svg or pdf) through a temporary sibling; return the path."""
+    """Draw one run into ``path`` (png, svg or pdf) through a temporary sibling; return the path.
+
+    ``unused`` names what blocks hold beside tokens: tail waste, or reserved.
+    """
     target = check_plot_path(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 10), layout="constrained")
     pool, queue, latency = figure.subplots(3, 1)
     figure.suptitle(title, fontsize=11)
-    draw_pool(pool, timeline, block_size)
+    draw_pool(pool, timeline, block_size, unused)
     draw_queue(queue, timeline, max_num_seqs)
     queue.sharex(pool)
     for axes in (pool, queue):
@@ -68,7 +72,9 @@ def plot_run(
     return save(figure, target)
 
 
-def draw_pool(axes: Axes, timeline: Mapping[str, NDArray[Any]], block_size: int) -> None:
+def draw_pool(
+    axes: Axes, timeline: Mapping[str, NDArray[Any]], block_size: int, unused: str = "tail waste"
+) -> None:
     """Stacked share of the pool in %: live, tail waste, cached, free; ticks where requests were preempted."""
     time_s = timeline["time_s"]
     whole = timeline["used_blocks"] + timeline["cached_blocks"] + timeline["free_blocks"]
@@ -82,7 +88,7 @@ def draw_pool(axes: Axes, timeline: Mapping[str, NDArray[Any]], block_size: int)
             bottom,
             top,
             step="post",
-            label=name,
+            label=unused if name == "tail waste" else name,
             facecolor=colour,
             hatch=hatch,
             edgecolor="#888888",

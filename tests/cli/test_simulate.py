@@ -301,3 +301,25 @@ def test_provenance_names_the_range_and_an_infinite_rate(capsys: pytest.CaptureF
     text = " ".join(out.split())
     assert "--random-range-ratio 0.5; all at once" in text
     assert "inf/s" not in text
+
+
+def test_progress_of_a_million_requests_keeps_the_time_left_at_80_columns() -> None:
+    from dataclasses import replace
+
+    from kvplan.cli.render import Progress, Terminal
+
+    progress = Progress("simulate", 1_000_000, "req")
+    progress.term = replace(Terminal(), width=80)
+    line = progress.line(12_951, "KV 100 %", 60.0)
+    assert line.endswith("76:12 left")
+    assert len(line) <= 79
+    assert progress.line(500_000, "KV 4 %", 1.0).endswith("0:01 left")
+
+
+def test_reservations_are_not_drawn_as_tail_waste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["--num-prompts", "20", "--allocation", "reserve-pow2", "--plot", str(tmp_path / "p.svg")]
+    assert run(capsys, *words)[0] == 0
+    drawn = (tmp_path / "p.svg").read_text()
+    assert "reserved" in drawn
+    assert "tail waste" not in drawn
