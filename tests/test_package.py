@@ -110,7 +110,7 @@ def sources() -> set[str]:
     """Python and data files of the package under the names by which they are imported."""
     found = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kvplan").rglob("*.py")}
     found |= {f"kvplan/kernels/{p.name}" for p in (ROOT / "kernels").glob("*.py")}
-    found |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "kvplan").rglob("*.json")}
+    found |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "kvplan").glob("*/data/*.*")}
     return found | {"kvplan/py.typed"}
 
 
