@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvplan.cli import render
+from kvplan.cli.interrupt import stopping_on_interrupt
 from kvplan.cli.load import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_RATE, Load, all_at_once
 from kvplan.cli.options import Flag, Flags, Target, resolve_target, shared_flags
 from kvplan.cli.render import Format
@@ -144,6 +141,7 @@ def simulate_command(
     target = resolve_target(flags)
     _refuse_unmodelled(target, clock)
     sizes = [Flag("block_size", int, "", high=1 << 20).parse(text) for text in block_size or ()]
+    sizes = list(dict.fromkeys(sizes))  # the same size twice is one run
     plans = _plans(target, sizes or [target.settings.block_size], allocation, unlimited, quiet)
     refused = next((plan for plan in plans if plan.verdict.fits is False), None)
     if refused is not None:
@@ -330,30 +328,6 @@ def _run_all(
             return [simulate(0, progress, stop)]
         with ThreadPoolExecutor(max_workers=2) as pool:
             return list(pool.map(lambda i: simulate(i, progress, stop), range(len(plans))))
-
-
-@contextmanager
-def stopping_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks the runs to stop after the steps at hand, with what there is; a second one ends at once.
-
-    A handler, because the compiled core holds the main thread, or the runs are in other threads: an exception
-    would surface anywhere. Off the main thread nothing is changed.
-    """
-    asked = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _clock(target: Target, plan: PoolPlan, clock: ClockKind, adjust: Calibration | None) -> Any:

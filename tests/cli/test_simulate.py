@@ -323,3 +323,8 @@ def test_reservations_are_not_drawn_as_tail_waste(tmp_path: Path, capsys: pytest
     drawn = (tmp_path / "p.svg").read_text()
     assert "reserved" in drawn
     assert "tail waste" not in drawn
+
+
+def test_the_same_block_size_twice_is_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, str(DEMO), "--block-size", "16", "--block-size", "16", "--format", "json")
+    assert len(json.loads(out)) == 1
