@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 from kvplan.errors import InputError
 from kvplan.sched import core
 from kvplan.sched.core import Clock, Rules, State
+from kvplan.sched.groups import FULL_ONLY, Group, group_rows, is_hybrid
 from kvplan.sched.keys import Keys, make_keys
 from kvplan.trace.schema import Trace
 
 STEPS_PER_CALL = 4096
 MAX_TIMELINE_ROWS = 200_000
 """A longer run keeps every 2nd, 4th, ... step row; means and peaks are exact all the same."""
+MAX_KEYS = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,17 @@ def stop_lengths(trace: Trace, max_model_len: int) -> Any:
     return np.minimum(trace.input_tokens + np.maximum(trace.output_tokens, 1), max_model_len)
 
 
-def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
-    """Fresh arrays for one run (the keys are shared)."""
+def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any, groups: Any) -> State:
+    """Fresh arrays for one run (the keys are shared). ``groups`` is a GROUP record array, a row a group."""
     n = len(trace)
+    distinct = max(keys.distinct, 1)
+    if len(groups) * distinct > MAX_KEYS:
+        raise InputError(
+            f"{distinct:,} different blocks in {len(groups)} KV groups are more than a run can number; "
+            "use a larger block size or a shorter trace."
+        )
+    groups = groups.copy()
+    groups.offset = np.arange(len(groups)) * distinct
     stop = stop_lengths(trace, rules.max_model_len)
     requests = np.zeros(n, core.REQUEST).view(np.recarray)
     requests.arrival_s = trace.arrival_s
@@ -125,7 +135,10 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
     c.next_expiry = np.inf
     c.last_delivery = -1.0
     longest = int(max(stop.max() if n else 1, reserve.max() if n else 1))
-    width = min(-(-longest // rules.block_size) + 1, rules.num_blocks)
+    width = -(-longest // rules.block_size) + 1
+    if not rules.hybrid:  # a table that keeps every block is not longer than the pool
+        width = min(width, rules.num_blocks)
+    width *= len(groups)
     capacity = STEPS_PER_CALL
     worst = 8 * rules.max_num_seqs + 32 + rules.max_num_seqs * width
     return State(
@@ -137,13 +150,14 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
         lists=lists,
         waiting=np.zeros(n + 1, np.int32),
         keys=keys.stored,
-        first_block=np.full(max(keys.distinct, 1), -1, np.int32),
+        first_block=np.full(len(groups) * distinct, -1, np.int32),
         itl=np.zeros(core.ITL_BUCKETS, np.int64),
         rows=np.zeros((capacity, len(core.STEP_COLUMNS))),
         decisions=np.zeros(
             (capacity if rules.record else 1, int(core.N_SCALARS) + len(core.DECISION_LISTS)), np.int64
         ),
         items=np.zeros(2 * worst + 65536 if rules.record else 1, np.int32),
+        group=groups,
     )
 
 
@@ -154,10 +168,15 @@ def simulate(
     *,
     keys: Keys | None = None,
     reserve: Any = None,
+    groups: Sequence[Group] = FULL_ONLY,
+    in_flight_tokens: int | None = None,
+    dense_retention: bool = False,
     progress: Callable[[Any], None] | None = None,
 ) -> Run:
     """Replay a trace. ``progress`` is called with the counters about every 4,096 steps.
 
+    ``groups``, ``in_flight_tokens`` (as the rules' loop has it by default) and ``dense_retention`` are those of
+    `kvplan.sched.groups.group_rows`.
     Ctrl-C between two calls of the core ends the run with what there is (``interrupted``).
     """
     from time import perf_counter
@@ -171,7 +190,13 @@ def simulate(
         keys = keys_for(trace, rules)
     if reserve is None:
         reserve = np.zeros(len(trace), np.int64)
-    state = build_state(trace, rules, keys, reserve)
+    if in_flight_tokens is None:
+        in_flight_tokens = rules.max_num_batched_tokens * (2 if rules.asynchronous else 1)
+    rules = rules._replace(hybrid=is_hybrid(groups))
+    rows_of_groups = group_rows(
+        groups, rules.block_size, rules.max_model_len, in_flight_tokens, dense_retention
+    )
+    state = build_state(trace, rules, keys, reserve, rows_of_groups)
     rows: list[Any] = []
     decisions: list[Any] = []
     items: list[Any] = []
