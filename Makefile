@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_TRACE := traces/demo.jsonl
 ARGS ?=
 
-.PHONY: help demo test lint bench-sim bench-start gpu-check kernels-check clean
+.PHONY: help demo test lint bench-sim bench-start fidelity gpu-check kernels-check clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -37,11 +37,15 @@ bench-sim: $(READY)  ## Speed of the scheduler and simulator, as ratios
 bench-start: $(READY)  ## Time of `kvplan --help` and `estimate` beside a Typer program of three commands
 	$(BIN)/python tests/start_time.py
 
+fidelity: $(READY)  ## Simulated beside recorded serving (needs ../shared/evidence)
+	mkdir -p out
+	$(BIN)/python -m kvplan.bench.fidelity ../shared/evidence -o out/fidelity.md $(ARGS)
+
 gpu-check:  ## Check and measure on this machine's GPU with its own Python (PYTHON=...); needs no network
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(PYTHON) -m kvplan.bench.gpu_check
 
-kernels-check: $(READY)  ## Compile every kernel configuration for sm_80 and sm_90, without a GPU
+kernels-check: $(READY)  ## Compile every kernel configuration, sm_80 to sm_100 and gfx942, without a GPU
 	$(BIN)/python -m pytest tests/kernels --full-compile $(ARGS)
 
 clean:  ## Remove .venv, out/ and caches

@@ -180,6 +180,7 @@ def _write(
     tokens, heads, dim = k.shape
     if slots.dtype != torch.int64 or tuple(slots.shape) != (tokens,):
         raise ValueError(f"slots must be int64 [{tokens}], found {slots.dtype} {tuple(slots.shape)}")
+    slots = slots.contiguous()
     for name, tensor in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor is not None and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous along head_dim, found strides {tensor.stride()}")

@@ -40,6 +40,14 @@ def check_table_shapes(block_table: Any, seq_lens: Any) -> None:
             raise ValueError(f"{name} must be int32, found {array.dtype}")
 
 
+def check_extras(sinks: Any, out: Any, heads: int, out_shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``sinks``, if given, is float32 ``[heads]`` and ``out`` of ``out_shape``."""
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or not str(sinks.dtype).endswith("float32")):
+        raise ValueError(f"sinks must be float32 [{heads}], found {sinks.dtype} {tuple(sinks.shape)}")
+    if out is not None and tuple(out.shape) != out_shape:
+        raise ValueError(f"out must have shape {out_shape}, found {tuple(out.shape)}")
+
+
 def check_indices(block_table: Any, seq_lens: Any, num_blocks: int, block_size: int) -> None:
     """Raise IndexError naming the first length or block id in use that points outside the table or the cache.
 

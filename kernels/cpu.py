@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvplan.kernels.checks import check_cache_shapes, check_indices
+from kvplan.kernels.checks import check_cache_shapes, check_extras, check_indices
 from kvplan.kernels.cpu_simd import E4M3_FACTOR, KINDS, LANES, SOURCE_STAMP, add_rows, dot_rows, exp2_below
 
 TILE_TOKENS = 16
@@ -205,6 +205,7 @@ def paged_decode(
     not exist, its NaN reads as 480.
     """
     check_cache_shapes(q, k_cache, v_cache, block_table, seq_lens)
+    check_extras(sinks, None, q.shape[1], ())
     k, k_type = _as_numpy(k_cache)
     v, v_type = _as_numpy(v_cache)
     if k_type != v_type or k_type not in KINDS:

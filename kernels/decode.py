@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvplan.kernels.attend import decode_part, split_tiles
-from kvplan.kernels.checks import check_cache_shapes, check_indices
+from kvplan.kernels.checks import check_cache_shapes, check_extras, check_indices
 from kvplan.kernels.combine import combine, new_parts
 from kvplan.kernels.device import (
     E4M3_FACTOR,
@@ -303,7 +303,10 @@ def paged_decode(
     sms, capability = device_traits(q)
     batch, heads, dim = q.shape
     num_blocks, page, kv_heads, _ = k_cache.shape
-    check_types(q, k_cache, v_cache, block_table)
+    check_types(
+        q, k_cache, v_cache, block_table, seq_lens=seq_lens, sinks=sinks, out=out, plan_tensor=plan_tensor
+    )
+    check_extras(sinks, out, heads, (batch, heads, dim))
     if v_cache.shape[3] != dim:
         raise ValueError(
             f"k_cache has head_dim {dim}, v_cache {v_cache.shape[3]}; see mla_decode for unequal ones"
@@ -320,6 +323,13 @@ def paged_decode(
             raise ValueError(
                 f"plan is for {plan.batch} rows, {plan.kv_heads} KV heads, window {plan.window}; "
                 f"found {batch}, {kv_heads}, {window}"
+            )
+        if plan_tensor is not None and (
+            plan_tensor.dtype != torch.int32 or tuple(plan_tensor.shape) != plan.packed.shape
+        ):
+            raise ValueError(
+                f"plan_tensor must be int32 {list(plan.packed.shape)} like plan.packed, found "
+                f"{plan_tensor.dtype} {list(plan_tensor.shape)}"
             )
         config = replace(config, tile=plan.tile)
         plan_tensor = torch.from_numpy(plan.packed).to(q.device) if plan_tensor is None else plan_tensor

@@ -67,8 +67,13 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def check_types(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> None:
-    """Raise ValueError unless types go together and rows are contiguous; reads no data."""
+def check_types(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, **dense: Tensor | None
+) -> None:
+    """Raise ValueError unless types go together and rows are contiguous; reads no data.
+
+    ``dense``: further tensors by name, None left out, that kernels read without a stride.
+    """
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"q must be bfloat16, float16 or float32, found {q.dtype}")
     allowed = (q.dtype, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -76,8 +81,9 @@ def check_types(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
         raise ValueError(
             f"caches must both be {q.dtype} or float8, found {k_cache.dtype} and {v_cache.dtype}"
         )
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
-        if tensor.stride(-1) != 1:
+    rows = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, **dense}
+    for name, tensor in rows.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
                 f"{name} must be contiguous along its last dimension, found strides {tensor.stride()}"
             )

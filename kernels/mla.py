@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvplan.kernels.attend import load_floats, load_page_ids, split_tiles
-from kvplan.kernels.checks import check_indices, check_table_shapes
+from kvplan.kernels.checks import check_extras, check_indices, check_table_shapes
 from kvplan.kernels.combine import combine, new_parts
 from kvplan.kernels.device import (
     E4M3_FACTOR,
@@ -172,8 +172,9 @@ def mla_decode(
         )
     check_table_shapes(block_table, seq_lens)
     sms, capability = device_traits(q)
-    check_types(q, kv_cache, kv_cache, block_table)
+    check_types(q, kv_cache, kv_cache, block_table, seq_lens=seq_lens, out=out)
     batch, heads, dim = q.shape
+    check_extras(None, out, heads, (batch, heads, latent_dim))
     num_blocks, page, _ = kv_cache.shape
     rope_dim = dim - latent_dim
     for name, size in (("latent_dim", latent_dim), ("rope size", rope_dim)):

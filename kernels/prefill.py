@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvplan.kernels.attend import LOG2E, cap_scores, load_floats, load_page_ids
-from kvplan.kernels.checks import check_cache_shapes, check_indices, check_query_start
+from kvplan.kernels.checks import check_cache_shapes, check_extras, check_indices, check_query_start
 from kvplan.kernels.device import (
     E4M3_FACTOR,
     capturing,
@@ -247,8 +247,11 @@ def paged_prefill(
     """
     check_cache_shapes(q, k_cache, v_cache, block_table, seq_lens)
     _sms, capability = device_traits(q)
-    check_types(q, k_cache, v_cache, block_table)
+    check_types(
+        q, k_cache, v_cache, block_table, seq_lens=seq_lens, sinks=sinks, out=out, query_start=query_start
+    )
     tokens, heads, dim = q.shape
+    check_extras(sinks, out, heads, (tokens, heads, dim))
     batch = seq_lens.shape[0]
     num_blocks, page, kv_heads, _ = k_cache.shape
     if v_cache.shape[3] != dim:

@@ -25,7 +25,9 @@ from kvplan.sim.run import keys_for, simulate, steps_clock
 from kvplan.trace.generate import random_trace
 from kvplan.trace.readers import read_trace
 from tests.conftest import SHARED
+from tests.sched import reference_scheduler as reference
 from tests.sched.oracle import native_trace
+from tests.sched.reference_replay import read_requests
 
 T_10K = Rules(
     num_blocks=30_000,
@@ -82,6 +84,11 @@ def core() -> None:
     seconds, run = timed(lambda: simulate(trace, T_10K, steps_clock()))
     say("t_10k: keys and run", f"{seconds:.3f} s, {len(trace) / seconds:,.0f} requests/s")
     say("t_10k: steps, most running", f"{int(run.count['step']):,}, {int(run.count['peak_running'])}")
+    requests = list(read_requests("t_10k.jsonl", 16))
+    settings = reference.Settings(30_000, 16, 256, 8192, 131_072)
+    slow_s, steps = timed(lambda: reference.simulate(settings, requests), 1)
+    say("t_10k: plain-Python reference", f"{slow_s:.1f} s for {len(steps):,} steps")
+    say("t_10k: compiled over plain Python, keys included", f"{slow_s / seconds:,.0f} x")
 
 
 def peak_mib(*argv: str) -> tuple[float, float]:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "simulate": ("kvplan.cli.simulate", "app", "Replay a trace: KV use, sharing, preemption, latency"),
     "bench": ("kvplan.cli.bench", "app", "Measure paged attention on this machine"),
     "trace": ("kvplan.cli.trace", "app", "Inspect, convert or generate request traces"),
+    "calibrate": ("kvplan.cli.calibrate", "app", "Fit the step times to a bench file"),
     "models": ("kvplan.cli.catalog", "models_app", "The models known, with source"),
     "gpus": ("kvplan.cli.catalog", "gpus_app", "The GPUs known, with source"),
     "warmup": ("kvplan.cli.simulate", "warmup_app", "Compile the scheduler now, for images"),

@@ -226,6 +226,8 @@ def _notes(rows: Sequence[Row], device: Device, term: Terminal) -> list[str]:
             else ""
         )
         lines.append(render.wrap(f"No number for {backend}{at}: {escape(reason)}", term.width))
+    if any((row["share_of_read"] or 0) > 1.02 for row in rows):
+        lines.append("Over 100 %: the ceiling was disturbed, or the data was cached; run again.")
     small = [row for row in rows if row["status"] == "ok" and row["kv_under_4x_cache"]]
     if small:
         cache = "L2" if device.kind == "cuda" else "last-level cache"

@@ -213,6 +213,8 @@ def resolve(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Reso
         assumptions=(),
     )
     _refuse_contradictions(resolved)
+    if _small_batch(resolved):  # the pool was given by hand: a scheduler alone runs all the same
+        said.append("vLLM itself would refuse this max_num_batched_tokens at start-up")
     if settings.model_runner is None and version >= (0, 20):
         said.append(f"model runner {resolved.model_runner.upper()}, this version's default for the model")
     return Resolved(**{**resolved.__dict__, "assumptions": (*said, *model.assumptions)})
@@ -273,7 +275,7 @@ def _max_model_len(settings: EngineSettings, model: ModelSpec, said: list[str]) 
         return own
     if 0 < own < settings.max_model_len:
         raise InputError(
-            f"--max-model-len {settings.max_model_len:,} is above the model's own maximum of {own:,} tokens."
+            f"--max-model-len {settings.max_model_len:,} is above the model's own maximum, {own:,}."
         )
     return settings.max_model_len
 
@@ -332,18 +334,26 @@ def _default_runner(model: ModelSpec, version: Version) -> str:
     return "v2" if version >= (0, 21) and model.architecture == "Qwen3ForCausalLM" else "v1"
 
 
-def _refuse_contradictions(r: Resolved) -> None:
-    s = r.settings
+def _small_batch(r: Resolved) -> str | None:
+    """Why the engine refuses max_num_batched_tokens, if it does."""
     if r.max_num_batched_tokens < r.max_num_seqs:
-        raise InputError(
+        return (
             f"--max-num-batched-tokens {r.max_num_batched_tokens:,} is below max_num_seqs "
-            f"{r.max_num_seqs:,}; every running request needs one token a step."
+            f"{r.max_num_seqs:,}.\n  Every running request needs one token a step."
         )
     if not r.enable_chunked_prefill and r.max_num_batched_tokens < r.max_model_len:
-        raise InputError(
+        return (
             f"--max-num-batched-tokens {r.max_num_batched_tokens:,} is below max_model_len "
-            f"{r.max_model_len:,}, which without chunked prefill must fit in one step."
+            f"{r.max_model_len:,}.\n  Without chunked prefill a whole prompt must fit in one step."
         )
+    return None
+
+
+def _refuse_contradictions(r: Resolved) -> None:
+    s = r.settings
+    small = _small_batch(r)
+    if small and s.num_gpu_blocks_override is None:
+        raise InputError(small)
     if s.kv_cache_layout == "BLNHC" and r.version < (0, 29):
         raise InputError("--kv-cache-layout BLNHC exists from vLLM 0.29 on.")
     if s.watermark and r.version < (0, 26):

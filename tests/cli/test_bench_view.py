@@ -121,6 +121,15 @@ def test_marked_cells_are_explained() -> None:
     assert "KV under 4 x L2 (50 MiB): copies of it were read in turn." in text.splitlines()
 
 
+def test_a_share_over_the_ceiling_is_called_what_it_is() -> None:
+    """No kernel reads faster than memory: more than 100 % says that the ceiling is wrong."""
+    text = bench_text([row("triton", "kernel", 16, 450), *ROWS[3:]], H200, CEILINGS, Terminal())
+    note = "Over 100 %: the ceiling was disturbed, or the data was cached; run again."
+    assert note in text.splitlines()
+    assert len(note) <= 80
+    assert "Over 100 %" not in bench_text(ROWS, H200, CEILINGS, Terminal())
+
+
 def test_ascii_terminals_and_narrow_ones_lose_columns_not_digits() -> None:
     text = bench_text(ROWS, H200, CEILINGS, Terminal(width=70))
     assert "eager us" not in text

@@ -73,7 +73,7 @@ def test_json_has_every_key_of_the_contract(capsys: pytest.CaptureFixture[str]) 
     assert runs[0]["prefix_hit_tokens"] > runs[1]["prefix_hit_tokens"] > 0, "smaller blocks share more"
 
 
-@pytest.mark.parametrize("name", record_names("a", "e") if Path(shared_path()).exists() else [])
+@pytest.mark.parametrize("name", record_names("a", "b", "c", "d", "e", "f", "g", "i", "k") if Path(shared_path()).exists() else [])
 def test_records_through_the_command_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +92,7 @@ def test_records_through_the_command_line(
         "--long-prefill-token-threshold", str(s["long_prefill_token_threshold"]),
         "--async-scheduling" if s["async_scheduling"] else "--no-async-scheduling",
         f"--{'' if s['scheduler_reserve_full_isl'] else 'no-'}scheduler-reserve-full-isl",
+        f"--{'' if s['enable_chunked_prefill'] else 'no-'}enable-chunked-prefill",
         "--enable-prefix-caching" if s["enable_prefix_caching"] else "--no-enable-prefix-caching",
     ]  # fmt: skip
 

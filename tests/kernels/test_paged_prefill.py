@@ -30,7 +30,9 @@ def chunks_of(case: Case, counts: list[int], seed: int = 1) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("block_size", "group"), [(1, 4), (16, 1), (16, 3), (64, 8)])
 def test_chunks_over_prefixes(block_size: int, group: int, dtype: torch.dtype) -> None:
     """Given chunks with and without a prefix, one token and none, expected: the reference."""
-    case = make_case(lens=[20, 7, 65, 70], block_size=block_size, group=group, dtype=dtype, dim=32)
+    case = make_case(
+        lens=[20, 7, 65, 70], block_size=block_size, kv_heads=1, group=group, dtype=dtype, dim=32
+    )
     inputs = chunks_of(case, CHUNKS)
     found = prefill.paged_prefill(*inputs, config=SMALL)
     assert found.dtype == dtype
@@ -45,9 +47,11 @@ def test_chunks_over_prefixes(block_size: int, group: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("kv", ["float32", "float8_e4m3fn", "float8_e5m2"])
 def test_options(options: dict[str, Any], kv: str) -> None:
     """Given windows shorter and longer than a tile, caps, sinks, scales, float8, expected: the reference."""
-    case = make_case(lens=[20, 7, 65, 70], block_size=16, kv_dtype=getattr(torch, kv), dim=32, hnd=True)
+    case = make_case(
+        lens=[20, 7, 65, 70], block_size=16, kv_heads=1, kv_dtype=getattr(torch, kv), dim=32, hnd=True
+    )
     if "sinks" in options:
-        options = {"sinks": torch.linspace(-1, 3, 8)}
+        options = {"sinks": torch.linspace(-1, 3, 4)}
     inputs = chunks_of(case, CHUNKS)
     found = prefill.paged_prefill(*inputs, **options, config=SMALL, max_query_len=33)
     assert relative_error(found, reference.paged_prefill(*inputs, **options)) < TOLERANCE[torch.float32]
