@@ -19,6 +19,7 @@ from kvplan.errors import InputError
 if TYPE_CHECKING:
     from kvplan.memory.capacity import PoolPlan
     from kvplan.results.metrics import Slo, SloResult
+    from kvplan.sched.groups import Group
     from kvplan.sim.run import Run
     from kvplan.sim.steptime import Calibration
     from kvplan.trace.schema import Trace
@@ -97,6 +98,10 @@ def simulate_command(
         str | None, typer.Option(metavar="C", help="Closed loop of C requests")
     ] = None,
     speed_up: Annotated[str | None, typer.Option(metavar="X", help="Divide the trace's times by X")] = None,
+    kv_groups: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="full, swa:W:GROUPS, chunk:SIZE:GROUPS, swaonly:W [by model]"),
+    ] = None,
     unlimited: Annotated[bool, typer.Option("--unlimited", help="A pool that never runs out")] = False,
     clock: Annotated[ClockKind, typer.Option(help="What a step lasts")] = ClockKind.MODELLED,
     calibration: Annotated[
@@ -141,7 +146,9 @@ def simulate_command(
     _refuse_unmodelled(target, clock)
     sizes = [Flag("block_size", int, "", high=1 << 20).parse(text) for text in block_size or ()]
     plans = _plans(target, sizes or [target.settings.block_size], allocation, unlimited, quiet)
-    refused = next((plan for plan in plans if _is_refused(plan, flags, unlimited)), None)
+    groups = _groups(target, plans, kv_groups, allocation)
+    by_hand = unlimited or flags.settings.num_gpu_blocks_override is not None or kv_groups is not None
+    refused = next((plan for plan in plans if _is_refused(plan, by_hand)), None)
     if refused is not None:
         render.write(f"DOES NOT START  {refused.verdict.reason}")
         render.note("  Why, and what would fit: kvplan estimate with the same flags", quiet)
@@ -152,6 +159,7 @@ def simulate_command(
     cases = _run_all(
         target,
         plans,
+        groups,
         requests,
         concurrency,
         clock,
@@ -162,7 +170,7 @@ def simulate_command(
         record_decisions,
         quiet,
     )
-    assumptions = _assumptions(target, plans[0], load, clock, adjust, fitted_on)
+    assumptions = _assumptions(target, plans[0], groups[0], load, clock, adjust, fitted_on)
     _report(target, cases, requests, clock, assumptions, allocation, format)
     if output is not None:
         _write(output, cases, requests, target, assumptions, record_decisions, quiet)
@@ -336,12 +344,6 @@ def _plans(
         if allocation != "paged":  # contiguous space cannot be shared
             settings = replace(settings, enable_prefix_caching=False)
         plan = pool_for(target.model, target.gpu, settings)
-        if len(plan.groups) > 1:
-            raise InputError(
-                f"{target.model.name} keeps {len(plan.groups)} KV groups (windows or states beside full "
-                "attention); simulate handles one so far.\n"
-                "  --disable-hybrid-kv-cache-manager runs windowed layers as full attention."
-            )
         if target.bare and plan.num_gpu_blocks < 2 and not unlimited:
             raise InputError(
                 "--layers ... give no weights, so no pool: add --num-gpu-blocks-override or "
@@ -351,8 +353,28 @@ def _plans(
     return plans
 
 
-def _is_refused(plan: PoolPlan, flags: Flags, unlimited: bool) -> bool:
-    by_hand = unlimited or flags.settings.num_gpu_blocks_override is not None
+def _groups(
+    target: Target, plans: Sequence[PoolPlan], kv_groups: str | None, allocation: str
+) -> list[tuple[Group, ...]]:
+    """The KV groups of each plan: the model's, or those of `--kv-groups`."""
+    from kvplan.sched.groups import describe, is_hybrid, parse_groups
+    from kvplan.sim.rules import check_retention, groups_for
+
+    if kv_groups is not None:
+        by_hand = parse_groups(kv_groups)
+        check_retention(plans[0].engine, by_hand)
+        groups = [by_hand] * len(plans)
+    else:
+        groups = [groups_for(target.model.name, plan.engine, plan.groups) for plan in plans]
+    if allocation != "paged" and is_hybrid(groups[0]):
+        raise InputError(
+            f"--allocation {allocation} needs one KV group of full attention, not {describe(groups[0])}.\n"
+            "  --kv-groups full or --disable-hybrid-kv-cache-manager keeps every token of every layer."
+        )
+    return groups
+
+
+def _is_refused(plan: PoolPlan, by_hand: bool) -> bool:
     if plan.verdict.fits is not False:
         return False
     if by_hand:
@@ -363,6 +385,7 @@ def _is_refused(plan: PoolPlan, flags: Flags, unlimited: bool) -> bool:
 def _run_all(
     target: Target,
     plans: Sequence[PoolPlan],
+    groups: Sequence[tuple[Group, ...]],
     requests: Trace,
     concurrency: int,
     clock: ClockKind,
@@ -394,7 +417,7 @@ def _run_all(
         blocks = plan.num_gpu_blocks
         stop = sim.stop_lengths(requests, plan.engine.max_model_len)
         if unlimited:
-            blocks = int((-(-stop // plan.block_size)).sum()) + 2
+            blocks = len(groups[i]) * int((-(-stop // plan.block_size)).sum()) + 2
             if blocks > MAX_UNLIMITED_BLOCKS:
                 raise InputError(
                     f"--unlimited would need {blocks:,} blocks here; use --num-gpu-blocks-override."
@@ -409,7 +432,12 @@ def _run_all(
 
         seconds = _clock(target, plan, clock, adjust)
         keys = sim.keys_for(requests, rules)
-        run = sim.simulate(requests, rules, seconds, keys=keys, reserve=reserve, progress=report)
+        pool: dict[str, Any] = {
+            "groups": groups[i],
+            "in_flight_tokens": plan.engine.max_in_flight_tokens,
+            "dense_retention": plan.engine.prefix_cache_retention_interval is None,
+        }
+        run = sim.simulate(requests, rules, seconds, keys=keys, reserve=reserve, progress=report, **pool)
         itl_s, weights = inter_token_latencies(run)
         result = summary(run, requests, plan.bytes_per_block, slos, allocation)
         band = None
@@ -418,7 +446,8 @@ def _run_all(
             share = envelope_for(target.model, target.gpu, _resolved_settings(plan), adjust).tpot_median
 
             def ttft(factor: float) -> dict[str, float]:
-                end = sim.simulate(requests, rules, stretched(seconds, factor), keys=keys, reserve=reserve)
+                slower = stretched(seconds, factor)
+                end = sim.simulate(requests, rules, slower, keys=keys, reserve=reserve, **pool)
                 ends = summary(end, requests, plan.bytes_per_block, (), allocation)
                 return {key: value for key, value in ends.items() if key.endswith("_ttft_ms")}
 
@@ -483,12 +512,17 @@ def _resolved_settings(plan: PoolPlan) -> Any:
 def _assumptions(
     target: Target,
     plan: PoolPlan,
+    groups: tuple[Group, ...],
     load: Load,
     clock: ClockKind,
     adjust: Calibration | None,
     fitted_on: dict[str, Any],
 ) -> list[str]:
     said = [*target.notes, *plan.assumptions]
+    if len(groups) > 1 or groups[0].kind != "full":
+        from kvplan.sched.groups import describe
+
+        said.append(f"KV groups: {describe(groups)}")
     if load.is_default:
         said.append(
             f"no TRACE: constructed requests of {DEFAULT_INPUT_LEN} + {DEFAULT_OUTPUT_LEN} tokens"

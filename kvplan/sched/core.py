@@ -309,7 +309,7 @@ def touch(block, c, b):
 
 @compiled
 def drop(block, c, table, low, high, unhashed_to_front):
-    """Free entries high-1..low of a table: unhashed to the front, hashed to the end [6.2]. Returns how many."""
+    """Free high-1..low: unhashed to the front, hashed to the end [6.2]. Returns their number."""
     sentinel = np.int32(block.shape[0] - 1)
     front = sentinel
     dropped = np.int64(0)
@@ -447,7 +447,7 @@ def drop_skipped(block, table, R, c, slot, group):
 
 @compiled
 def remember_groups(block, first_block, keys, row, table, R, slot, full, group):
-    """`remember_full` for all groups; windows keep only what a replay or a shared prefix will ask for [8.7]."""
+    """`remember_full` for all groups; windows keep what a replay or a shared prefix asks for [8.7]."""
     width = table.shape[0] // group.shape[0]
     replay = (row.prompt - 1) // R.block_size
     junction = row.junction // R.block_size
@@ -581,7 +581,7 @@ def idle_in_groups(row, keys, first_block, block, group, hits):
 
 @compiled
 def whole_blocks(group, whole, hits):
-    """New blocks of a whole sequence as admission counts them: windows ask for no more than their cap [8.4]."""
+    """New blocks of a whole sequence as admission counts them: of windows no more than their cap [8.4]."""
     need = np.int64(0)
     for g in range(group.shape[0]):
         need += max(min(whole, group[g].cap) - hits, 0)

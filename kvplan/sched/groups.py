@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvplan.errors import InputError
 from kvplan.sched import core
 
 KINDS = {"full": core.FULL, "window": core.WINDOW, "chunk": core.CHUNK}
@@ -15,18 +16,60 @@ KINDS = {"full": core.FULL, "window": core.WINDOW, "chunk": core.CHUNK}
 
 @dataclass(frozen=True)
 class Group:
-    """``kind`` is full, window (the last ``size`` tokens are read) or chunk (the chunk of ``size`` tokens)."""
+    """``kind``: full, window (the last ``size`` tokens are read) or chunk (the chunk of ``size`` tokens)."""
 
     kind: str = "full"
     size: int = 0
 
 
 FULL_ONLY = (Group(),)
+MAX_GROUPS = 64
 
 
 def is_hybrid(groups: Sequence[Group]) -> bool:
     """Anything but one group that keeps every token."""
     return tuple(groups) != FULL_ONLY
+
+
+def parse_groups(text: str) -> tuple[Group, ...]:
+    """``full``, ``swa:WINDOW:GROUPS``, ``chunk:SIZE:GROUPS`` (beside one full group) or ``swaonly:WINDOW``.
+
+    Raises `InputError` for anything else, and for state groups, which are not simulated.
+    """
+    kind, *numbers = text.split(":")
+    if kind == "full" and not numbers:
+        return FULL_ONLY
+    if kind == "mamba":
+        raise InputError(f"--kv-groups {text}: state groups are not simulated yet.")
+    wanted = {"swa": ("window", 2), "chunk": ("chunk", 2), "swaonly": ("window", 1)}
+    if kind in wanted and len(numbers) == wanted[kind][1]:
+        size, count = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in (*numbers, "1")[:2]]
+        if size >= 1 and 1 <= count <= MAX_GROUPS:
+            return (Group(wanted[kind][0], size),) * count + (() if kind == "swaonly" else FULL_ONLY)
+    raise InputError(
+        f"--kv-groups is {text}; must be full, swa:WINDOW:GROUPS, chunk:SIZE:GROUPS or swaonly:WINDOW, "
+        f"tokens from 1, at most {MAX_GROUPS} groups."
+    )
+
+
+def describe(groups: Sequence[Group]) -> str:
+    """'5 of a window of 1,024 tokens, 1 of full attention'."""
+    words = {"full": "full attention", "window": "a window of {:,} tokens", "chunk": "chunks of {:,} tokens"}
+    counts = {group: list(groups).count(group) for group in groups}
+    return ", ".join(f"{n} of {words[group.kind].format(group.size)}" for group, n in counts.items())
+
+
+def blocks_at_end(rows: Any, stop: int, block_size: int) -> int:
+    """Blocks of all groups that a request holds when its last token but one is written."""
+    held = 0
+    for row in rows:
+        skipped = 0
+        if row.kind == core.WINDOW:
+            skipped = max(stop - 2 - int(row.size) + 1, 0)
+        elif row.kind == core.CHUNK:
+            skipped = (stop - 2) // int(row.size) * int(row.size)
+        held += -(-(stop - 1) // block_size) - skipped // block_size
+    return held
 
 
 def group_rows(

@@ -34,6 +34,7 @@ class Run:
     itl: Any  # int64[ITL_BUCKETS]: gaps between tokens, bucket k holds [1e-6 * 1.01^k, 1e-6 * 1.01^(k+1))
     decisions: Any  # int64[steps, ...] when recorded, else no rows
     items: Any  # int32: the lists of `decisions`
+    groups: Any  # GROUP record array
     wall_s: float
     interrupted: bool = False
 
@@ -49,7 +50,8 @@ def reserved_tokens(trace: Trace, stop: Any, allocation: str, max_model_len: int
     """Positions set aside at admission by the contiguous baselines; 0 for paged allocation.
 
     ``reserve-max[:LEN|longest]`` LEN, max_model_len or the trace's longest; ``reserve-pow2`` the next
-    power of two of the request's own length; ``reserve-oracle`` its own length (PagedAttention paper, section 6.1).
+    power of two of the request's own length; ``reserve-oracle`` its own length (PagedAttention paper,
+    section 6.1).
     """
     kind, _, argument = allocation.partition(":")
     if kind == "paged" and not argument:
@@ -175,7 +177,7 @@ def simulate(
 ) -> Run:
     """Replay a trace. ``progress`` is called with the counters about every 4,096 steps.
 
-    ``groups``, ``in_flight_tokens`` (as the rules' loop has it by default) and ``dense_retention`` are those of
+    ``groups``, ``in_flight_tokens`` (by default as the rules' loop has it) and ``dense_retention``: see
     `kvplan.sched.groups.group_rows`.
     Ctrl-C between two calls of the core ends the run with what there is (``interrupted``).
     """
@@ -238,6 +240,7 @@ def simulate(
         itl=state.itl,
         decisions=np.concatenate(decisions) if decisions else state.decisions[:0],
         items=np.concatenate(items) if items else state.items[:0],
+        groups=state.group,
         wall_s=perf_counter() - began,
         interrupted=interrupted,
     )

@@ -56,7 +56,6 @@ class Record:
             record=True,
         )
 
-
     @property
     def groups(self) -> tuple[Group, ...]:
         """``arch`` is full, swa:WINDOW:GROUPS, chunk:SIZE:GROUPS, swaonly:WINDOW or mamba:GROUPS."""

@@ -1,8 +1,9 @@
 """The compiled core with several KV groups equals the plain-Python scheduler on random workloads.
 
-Given: random traces with shared prefixes, tenants, multi-turn content, priorities; random windows and chunks
-beside full attention or alone, scarce pools, both loops, dense and sparse retention. Expected: every column of
-the decision log is equal, all blocks return, and the counters of table entries and live tokens end at zero.
+Given: random traces with shared prefixes, tenants, multi-turn content, priorities; random windows and
+chunks beside full attention or alone, scarce pools, both loops, dense and sparse retention. Expected: every
+column of the decision log is equal, all blocks return, and the counters of table entries and live tokens end
+at zero.
 """
 
 from __future__ import annotations
