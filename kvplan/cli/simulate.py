@@ -100,7 +100,7 @@ def simulate_command(
     speed_up: Annotated[str | None, typer.Option(metavar="X", help="Divide the trace's times by X")] = None,
     kv_groups: Annotated[
         str | None,
-        typer.Option(metavar="KIND", help="full, swa:W:GROUPS, chunk:SIZE:GROUPS, swaonly:W [by model]"),
+        typer.Option(metavar="KIND", help="full, swa:W:N, chunk:SIZE:N, mamba:N, swaonly:W [by model]"),
     ] = None,
     unlimited: Annotated[bool, typer.Option("--unlimited", help="A pool that never runs out")] = False,
     clock: Annotated[ClockKind, typer.Option(help="What a step lasts")] = ClockKind.MODELLED,
@@ -523,6 +523,10 @@ def _assumptions(
         from kvplan.sched.groups import describe
 
         said.append(f"KV groups: {describe(groups)}")
+    if any(group.kind == "state" for group in groups) and plan.engine.version < (0, 32):
+        said.append(
+            "states are cached at block boundaries as in vLLM 0.32; earlier releases differ in detail"
+        )
     if load.is_default:
         said.append(
             f"no TRACE: constructed requests of {DEFAULT_INPUT_LEN} + {DEFAULT_OUTPUT_LEN} tokens"

@@ -43,6 +43,7 @@ SLOT = np.dtype(
         ("tokens", np.int32),  # scheduled in this step
         ("grown", np.int32),  # blocks added in this step
         ("flight", np.int32),  # outputs sampled on the device, not yet delivered (async)
+        ("passed", np.int32),  # leading blocks whose states were given back
         ("pending", np.int32),  # tokens in batches not yet delivered (async with windows)
         ("last_token_s", np.float64),
     ],
@@ -78,8 +79,8 @@ REQUEST = np.dtype(
 )
 GROUP = np.dtype(
     [
-        ("kind", np.int32),  # FULL, WINDOW or CHUNK
-        ("size", np.int32),  # window or chunk in tokens
+        ("kind", np.int32),  # FULL, WINDOW, CHUNK, STATE or FIXED
+        ("span", np.int32),  # window or chunk in tokens; 2 of a STATE
         ("cap", np.int32),  # most blocks asked for at admission [8.4]
         ("keep", np.int32),  # blocks cached before each boundary [8.7]; -1 = all
         ("lookup", np.int32),  # groups of equal kind and size are looked up together, in this order
@@ -105,8 +106,10 @@ COUNT = np.dtype([(n, np.int64) for n in _COUNTS.split()] + [(n, np.float64) for
 # Request status.
 PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT = np.arange(8, dtype=np.int32)
 
-# Kinds of groups: layers that keep every token, the last `size`, the chunk of `size` that is being written.
-FULL, WINDOW, CHUNK = np.arange(3, dtype=np.int32)
+# Kinds of groups: layers that keep every token, the last `span`, the chunk of `span` that is being written;
+# one running state, with copies of it cached at block boundaries (a window of 2 tokens), or in one block for
+# good [8.5].
+FULL, WINDOW, CHUNK, STATE, FIXED = np.arange(5, dtype=np.int32)
 
 # Rows of `lists`. A batch in flight has four rows; two batches can be in flight.
 RUNNING, SPARE, NEW, RESUMED, PREEMPTED, FINISHED, FIRST, SKIPPED, BATCH = np.arange(9)
@@ -186,6 +189,7 @@ class Rules(NamedTuple):
     max_concurrency: int  # closed loop; 0 = open
     record: bool
     hybrid: bool = False  # anything but one group of full attention
+    states: bool = False  # a group is of kind STATE
 
 
 class Clock(NamedTuple):
@@ -226,6 +230,7 @@ class State(NamedTuple):
     decisions: Any  # int64[capacity, scalars + lists]
     items: Any  # int32: the lists of the decisions
     group: Any  # GROUP[groups]
+    stamp: Any  # int64[num_blocks] with states, else [1]: step + 1 in which a state was cached
 
 
 # ---------------------------------------------------------------------------------------------- block pool
@@ -336,14 +341,15 @@ def drop(block, c, table, low, high, unhashed_to_front):
 
 
 @compiled
-def release(block, c, table, R, slot, groups):
+def release(block, c, table, R, slot, group):
     """Free a slot's blocks, group by group, tail first."""
-    width = table.shape[0] // groups
-    dropped = np.int64(0)
-    for g in range(groups):
-        dropped += drop(block, c, table, g * width, g * width + slot.held, R.unhashed_to_front)
-    gone = groups * slot.held - dropped  # blocks of windows that were given back before
-    c.live_tokens -= groups * slot.computed - gone * R.block_size
+    width = table.shape[0] // group.shape[0]
+    for g in range(group.shape[0]):
+        dropped = drop(block, c, table, g * width, g * width + slot.held, R.unhashed_to_front)
+        if group[g].kind >= STATE:
+            c.live_tokens -= dropped * R.block_size
+        else:  # but for what a window had given back before
+            c.live_tokens -= slot.computed - (slot.held - dropped) * R.block_size
     slot.held = 0
 
 
@@ -374,10 +380,10 @@ def remember_full(block, first_block, keys, row, table, R, slot, full):
 
 
 @compiled
-def grow(block, first_block, keys, row, table, R, c, slot, n, group):
+def grow(block, first_block, keys, row, table, R, c, slot, n, group, stamp):
     """Blocks for n more tokens of a slot; False when the pool has too few [4.1]."""
     if R.hybrid:
-        return grow_groups(block, first_block, keys, row, table, R, c, slot, n, group)
+        return grow_groups(block, first_block, keys, row, table, R, c, slot, n, group, stamp)
     total = slot.computed + n
     need = (total + R.block_size - 1) // R.block_size - slot.held
     if need > c.free:
@@ -421,7 +427,7 @@ def idle_among(row, keys, first_block, block, hits):
 @compiled
 def skipped_blocks(kind, size, tokens, block_size):
     """Leading blocks of a group that no query after the first `tokens` tokens reads [8.4]."""
-    if kind == WINDOW:
+    if kind == WINDOW or kind == STATE:
         return max(tokens - size + 1, 0) // block_size
     if kind == CHUNK:
         return tokens // size * size // block_size
@@ -435,18 +441,23 @@ def drop_skipped(block, table, R, c, slot, group):
     delivered = slot.computed - slot.pending
     for g in range(group.shape[0]):
         at = g * width
-        high = at + min(skipped_blocks(group[g].kind, group[g].size, delivered, R.block_size), slot.held)
+        high = at + min(skipped_blocks(group[g].kind, group[g].span, delivered, R.block_size), slot.held)
         low = high
-        while low > at and table[low - 1] != 0:
-            low -= 1
+        if group[g].kind == STATE:  # among blocks that were never taken
+            low = min(high, at + slot.passed)
+        else:
+            while low > at and table[low - 1] != 0:
+                low -= 1
         if low < high:
             dropped = drop(block, c, table, low, high, R.unhashed_to_front)
             c.live_tokens -= dropped * R.block_size
             table[low:high] = 0
+    if R.states:
+        slot.passed = max(slot.passed, min(skipped_blocks(STATE, 2, delivered, R.block_size), slot.held))
 
 
 @compiled
-def remember_groups(block, first_block, keys, row, table, R, slot, full, group):
+def remember_groups(block, first_block, keys, row, table, R, slot, full, group, stamp, now):
     """`remember_full` for all groups; windows keep what a replay or a shared prefix asks for [8.7]."""
     width = table.shape[0] // group.shape[0]
     replay = (row.prompt - 1) // R.block_size
@@ -460,6 +471,8 @@ def remember_groups(block, first_block, keys, row, table, R, slot, full, group):
                 b = table[at + k]
                 if b != 0:
                     remember(block, first_block, b, np.int32(offset + key_of(row, keys, k)))
+                    if group[g].kind == STATE:
+                        stamp[b] = now
     slot.cached = max(slot.cached, full)
 
 
@@ -469,8 +482,8 @@ def set_event_groups(R, slot, group):
     set_event(R, slot)
     delivered = slot.computed - slot.pending
     for g in range(group.shape[0]):
-        size = group[g].size
-        if group[g].kind == WINDOW:
+        size = group[g].span
+        if group[g].kind == WINDOW or group[g].kind == STATE:
             gone = skipped_blocks(group[g].kind, size, delivered, R.block_size)
             slot.event = min(slot.event, (gone + 1) * R.block_size + size - 1)
         elif group[g].kind == CHUNK:
@@ -478,25 +491,56 @@ def set_event_groups(R, slot, group):
 
 
 @compiled
-def grow_groups(block, first_block, keys, row, table, R, c, slot, n, group):
+def new_in_group(kind, held, blocks):
+    """How many of the entries held..blocks-1 of a table get a block: of states only the last [8.5]."""
+    if kind == FIXED:
+        return np.int64(held == 0 and blocks > 0)
+    if kind == STATE:
+        return np.int64(blocks > held)
+    return np.int64(max(blocks - held, 0))
+
+
+@compiled
+def new_blocks(group, held, blocks):
+    """`new_in_group` of all groups."""
+    need = np.int64(0)
+    for g in range(group.shape[0]):
+        need += new_in_group(group[g].kind, held, blocks)
+    return need
+
+
+@compiled
+def lengthen(block, first_block, c, table, R, group, held, blocks):
+    """Take entries held..blocks-1 of every group's table, group by group."""
+    width = table.shape[0] // group.shape[0]
+    for g in range(group.shape[0]):
+        kind = group[g].kind
+        at = g * width
+        new = new_in_group(kind, held, blocks)
+        first = at if kind == FIXED and new > 0 else at + blocks - new
+        if kind >= STATE:
+            table[at + held : at + blocks] = 0
+            c.live_tokens += new * R.block_size
+        for k in range(first, first + new):
+            table[k] = take(block, first_block, c)
+        c.table_blocks += new
+
+
+@compiled
+def grow_groups(block, first_block, keys, row, table, R, c, slot, n, group, stamp):
     """`grow` for all groups: what left the windows is given back first, also when it is not enough [8.1]."""
-    groups = group.shape[0]
-    width = table.shape[0] // groups
     drop_skipped(block, table, R, c, slot, group)
     total = slot.computed + n
-    need = (total + R.block_size - 1) // R.block_size - slot.held
-    if need * groups > c.free:
+    blocks = (total + R.block_size - 1) // R.block_size
+    if new_blocks(group, slot.held, blocks) > c.free:
         return False
-    if need > 0:
-        for g in range(groups):
-            for k in range(g * width + slot.held, g * width + slot.held + need):
-                table[k] = take(block, first_block, c)
-        slot.held += need
-        slot.grown += need
-        c.table_blocks += need * groups
+    if blocks > slot.held:
+        lengthen(block, first_block, c, table, R, group, slot.held, blocks)
+        slot.grown += blocks - slot.held
+        slot.held = blocks
     if R.prefix_caching:
         full = min(total, slot.length) // R.block_size
-        remember_groups(block, first_block, keys, row, table, R, slot, full, group)
+        remember_groups(block, first_block, keys, row, table, R, slot, full, group, stamp, c.steps + 1)
     set_event_groups(R, slot, group)
     return True
 
@@ -518,9 +562,11 @@ def lookup_kind(row, keys, first_block, group, lookup, bound, block_size):
     while group[at].lookup != lookup:
         at += 1
     kind = group[at].kind
-    size = group[at].size
+    size = group[at].span
     limit = np.int64(bound // block_size)
-    if kind == WINDOW:  # right to left to a whole window; a shorter run counts if it starts at block 0
+    if (
+        kind == WINDOW or kind == STATE
+    ):  # right to left to a whole window; a shorter run counts if it starts at block 0
         enough = (size - 1 + block_size - 1) // block_size
         end = first = limit
         while first > 0 and end - first < enough:
@@ -563,7 +609,7 @@ def lookup_groups(row, keys, first_block, group, R, num_tokens):
     if longest > bound:
         row.junction = longest
     for g in range(group.shape[0]):  # what the next query does not read is not touched
-        skipped = skipped_blocks(group[g].kind, group[g].size, bound, R.block_size)
+        skipped = skipped_blocks(group[g].kind, group[g].span, bound, R.block_size)
         group[g].first = min(max(group[g].first, skipped), hits)
     return hits
 
@@ -584,7 +630,7 @@ def whole_blocks(group, whole, hits):
     """New blocks of a whole sequence as admission counts them: of windows no more than their cap [8.4]."""
     need = np.int64(0)
     for g in range(group.shape[0]):
-        need += max(min(whole, group[g].cap) - hits, 0)
+        need += new_in_group(group[g].kind, hits, min(whole, group[g].cap))
     return need
 
 
@@ -602,11 +648,47 @@ def admit_groups(block, first_block, keys, row, table, R, c, hits, blocks, group
             touch(block, c, b)
             table[at + k] = b
         entries += hits - first
-    for g in range(group.shape[0]):
-        for k in range(g * width + hits, g * width + blocks):
-            table[k] = take(block, first_block, c)
-    c.table_blocks += entries + group.shape[0] * (blocks - hits)
+    c.table_blocks += entries
     c.live_tokens += entries * R.block_size
+    lengthen(block, first_block, c, table, R, group, hits, blocks)
+
+
+@compiled
+def is_new_state(row, keys, first_block, group, stamp, hits, now):
+    """Whether the hit ends in a state that another request computes in this very step [5.4]."""
+    if hits == 0:
+        return False
+    for g in range(group.shape[0]):
+        if group[g].kind == STATE:
+            if stamp[first_block[group[g].offset + key_of(row, keys, hits - 1)]] == now:
+                return True
+    return False
+
+
+@compiled
+def cut(row, R, length, first, n):
+    """With states in layers, a prefill chunk ends where one can be cached, or at the prompt's end [8.5]."""
+    if first >= max(row.prompt, length - 1):
+        return n  # decode
+    end = first + n
+    last = (length - 1) // R.block_size * R.block_size
+    if end < last:
+        end = end // R.block_size * R.block_size
+    junction = row.junction // R.block_size * R.block_size
+    if first < junction and junction < end:
+        return junction - first
+    if first < last and last < end:
+        return last - first
+    return max(end - first, 0)
+
+
+@compiled
+def token_groups(group):
+    """Groups that write a position for each token; states do not."""
+    groups = 0
+    for g in range(group.shape[0]):
+        groups += group[g].kind < STATE
+    return groups
 
 
 @compiled
@@ -619,7 +701,10 @@ def never_fits(row, R, group):
     prompt = (row.prompt + R.block_size - 1) // R.block_size
     held = np.int64(0)
     for g in range(group.shape[0]):
-        held += end - skipped_blocks(group[g].kind, group[g].size, np.int64(row.stop - 2), R.block_size)
+        if group[g].kind == FIXED:
+            held += 1
+        else:
+            held += end - skipped_blocks(group[g].kind, group[g].span, np.int64(row.stop - 2), R.block_size)
     return held > usable or (R.reserve_full_isl and whole_blocks(group, prompt, 0) > usable)
 
 
@@ -767,7 +852,7 @@ def preempt(S, R, v):
     for i in range(v, c.running - 1):
         S.lists[RUNNING, i] = S.lists[RUNNING, i + 1]
     c.running -= 1
-    release(S.block, c, S.table[s], R, slot, S.group.shape[0])
+    release(S.block, c, S.table[s], R, slot, S.group)
     row.outputs = slot.length - slot.prompt
     row.lost = slot.computed
     row.flight = slot.flight
@@ -811,6 +896,7 @@ def admit(S, R, r, hits, blocks, n):
     slot.cached = hits
     slot.flight = 0
     slot.pending = 0
+    slot.passed = 0
     slot.grown = blocks
     slot.last_token_s = row.last_token_s
     block, first_block, keys, table = S.block, S.first_block, S.keys, S.table[s]
@@ -820,7 +906,8 @@ def admit(S, R, r, hits, blocks, n):
         admit_groups(block, first_block, keys, row, table, R, c, hits, blocks, group)
         if R.prefix_caching:
             full = min(slot.computed + n, slot.length) // R.block_size
-            remember_groups(block, first_block, keys, row, table, R, slot, full, group)
+            now = c.steps + 1
+            remember_groups(block, first_block, keys, row, table, R, slot, full, group, S.stamp, now)
         set_event_groups(R, slot, group)
     else:
         for k in range(hits):
@@ -871,7 +958,7 @@ def schedule(S, R, batch):
     members = S.lists[BATCH + 4 * batch + B_SLOT]
     running = S.lists[RUNNING]
     slots, requests, table = S.slot, S.request, S.table
-    block, first_block, keys, group = S.block, S.first_block, S.keys, S.group
+    block, first_block, keys, group, stamp = S.block, S.first_block, S.keys, S.group, S.stamp
     size = 0
 
     # Running requests first, in the order of their admission [2.2].
@@ -886,12 +973,14 @@ def schedule(S, R, batch):
         if cap > 0:
             n = min(n, cap)
         n = min(n, budget, R.max_model_len - slot.computed - 1)
+        if R.states:
+            n = cut(requests[slot.request], R, slot.length, slot.computed, n)
         if n <= 0:
             continue
         fits = True
         if slot.computed + n >= slot.event:
             row = requests[slot.request]
-            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n, group)
+            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
         while not fits:
             v = victim_index(S, R)
             w = running[v]
@@ -914,7 +1003,7 @@ def schedule(S, R, batch):
                     give_up_stuck(S, S.lists[PREEMPTED, c.preempted - 1])
                 break
             row = requests[slot.request]
-            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n, group)
+            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
         if not fits:
             break
         slot.tokens = n
@@ -945,6 +1034,10 @@ def schedule(S, R, batch):
             if n > budget and not R.chunked_prefill:
                 break
             n = min(n, budget)
+            if R.states:
+                n = cut(row, R, num_tokens, hits * R.block_size, n)
+                if n <= 0 or is_new_state(row, keys, first_block, group, stamp, hits, c.steps + 1):
+                    break
             spare = c.free
             if R.hybrid:
                 spare -= idle_in_groups(row, keys, first_block, block, group, hits)
@@ -961,7 +1054,7 @@ def schedule(S, R, batch):
                     break
             ask = max(min(hits * R.block_size + n, R.max_model_len), row.reserve)
             blocks = (ask + R.block_size - 1) // R.block_size
-            if (blocks - hits) * group.shape[0] > spare:
+            if (new_blocks(group, hits, blocks) if R.hybrid else blocks - hits) > spare:
                 break
             dequeue(S, R, p)
             p += 1
@@ -1019,7 +1112,7 @@ def close_batch(S, R, batch, size):
     c.pairs = pairs
     c.context = context
     c.prefill = prefill
-    c.live_tokens += total * S.group.shape[0]
+    c.live_tokens += total * token_groups(S.group)
     c.scheduled += total
     if R.hybrid and R.asynchronous:
         for j in range(size):
@@ -1111,12 +1204,14 @@ def deliver(S, R, batch):
             full = (slot.computed - slot.flight) // R.block_size
             if full > slot.cached and R.hybrid:  # the event stays: blocks may be about to leave a window
                 row = S.request[r]
-                remember_groups(S.block, S.first_block, S.keys, row, S.table[s], R, slot, full, S.group)
+                block, first_block, keys, table = S.block, S.first_block, S.keys, S.table[s]
+                never = np.int64(0)  # what was cached before a step may be read in it
+                remember_groups(block, first_block, keys, row, table, R, slot, full, S.group, S.stamp, never)
             elif full > slot.cached:
                 remember_full(S.block, S.first_block, S.keys, S.request[r], S.table[s], R, slot, full)
         if slot.length >= slot.stop:
             S.request[r].outputs = slot.length - slot.prompt
-            release(S.block, c, S.table[s], R, slot, S.group.shape[0])
+            release(S.block, c, S.table[s], R, slot, S.group)
             vacate(S, s)
             S.lists[FINISHED, c.finished] = r
             c.finished += 1
@@ -1182,7 +1277,7 @@ def expire(S, R):
         if row.arrived_s + row.patience_s <= c.now:
             slot = S.slot[s]
             row.outputs = slot.length - row.prompt
-            release(S.block, c, S.table[s], R, slot, S.group.shape[0])
+            release(S.block, c, S.table[s], R, slot, S.group)
             vacate(S, s)
             finish(c, row, row.impatience)
             c.expired += 1
@@ -1275,7 +1370,8 @@ def put_table(S, request):
             held = S.slot[s].held
             width = S.table.shape[1] // S.group.shape[0]
             for g in range(S.group.shape[0]):
-                for k in range(held - S.slot[s].grown, held):
+                end = min(held, 1) if S.group[g].kind == FIXED else held
+                for k in range(held - S.slot[s].grown, end):
                     put(S, S.table[s, g * width + k])
             S.slot[s].grown = 0
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvplan.errors import InputError
 from kvplan.sched.core import Rules
-from kvplan.sched.groups import FULL_ONLY, Group
+from kvplan.sched.groups import Group
 from kvplan.spec.engine import Resolved
 from kvplan.spec.model import LayerKind
 
@@ -17,6 +17,7 @@ GROUP_KINDS = {
     LayerKind.MLA: "full",
     LayerKind.SLIDING: "window",
     LayerKind.CHUNKED: "chunk",
+    LayerKind.STATE: "state",
 }
 
 
@@ -34,22 +35,20 @@ class LaidOut(Protocol):
 def groups_for(model_name: str, engine: Resolved, laid_out: Sequence[LaidOut]) -> tuple[Group, ...]:
     """The groups that the scheduler sees, in the engine's order.
 
-    Raises `InputError` for groups with state, and for groups whose blocks differ in tokens.
+    Raises `InputError` for groups whose blocks differ in tokens, and for a retention that is not known.
     """
-    if any(group.kind not in GROUP_KINDS for group in laid_out):
-        raise InputError(
-            f"{model_name} has layers with state (Mamba or linear attention); their KV groups are not "
-            "simulated yet.\n  kvplan estimate knows their memory."
-        )
-    if len({group.block_size for group in laid_out}) > 1:
-        sizes = ", ".join(str(group.block_size) for group in laid_out)
+    by_tokens = [group for group in laid_out if group.kind is not LayerKind.STATE]
+    if not by_tokens:
+        raise InputError(f"{model_name} keeps states only: simulate needs a group that grows with tokens.")
+    if len({group.block_size for group in by_tokens}) > 1:
+        sizes = ", ".join(str(group.block_size) for group in by_tokens)
         raise InputError(
             f"{model_name} has KV groups with blocks of {sizes} tokens; only groups of one block size are "
             "simulated.\n  --disable-hybrid-kv-cache-manager runs windowed layers as full attention."
         )
     groups = tuple(
-        FULL_ONLY[0] if GROUP_KINDS[group.kind] == "full" else Group(GROUP_KINDS[group.kind], group.window)
-        for group in laid_out
+        Group(kind, group.window if kind in ("window", "chunk") else 0)
+        for group, kind in ((group, GROUP_KINDS[group.kind]) for group in laid_out)
     )
     check_retention(engine, groups)
     return groups
@@ -57,7 +56,7 @@ def groups_for(model_name: str, engine: Resolved, laid_out: Sequence[LaidOut]) -
 
 def check_retention(engine: Resolved, groups: Sequence[Group]) -> None:
     """Refuse an interval between retained blocks: only its two ends, 0 and none, are known."""
-    if engine.prefix_cache_retention_interval and any(group.kind == "window" for group in groups):
+    if engine.prefix_cache_retention_interval and any(g.kind in ("window", "state") for g in groups):
         raise InputError(
             f"--prefix-cache-retention-interval {engine.prefix_cache_retention_interval}: simulate knows 0 "
             "(only what a replay or a shared prefix needs) and none (every block)."

@@ -160,6 +160,7 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any, groups: An
         ),
         items=np.zeros(2 * worst + 65536 if rules.record else 1, np.int32),
         group=groups,
+        stamp=np.zeros(rules.num_blocks if rules.states else 1, np.int64),
     )
 
 
@@ -194,9 +195,12 @@ def simulate(
         reserve = np.zeros(len(trace), np.int64)
     if in_flight_tokens is None:
         in_flight_tokens = rules.max_num_batched_tokens * (2 if rules.asynchronous else 1)
-    rules = rules._replace(hybrid=is_hybrid(groups))
+    cached_states = rules.prefix_caching and any(group.kind == "state" for group in groups)
+    rules = rules._replace(hybrid=is_hybrid(groups), states=cached_states)
+    if cached_states:
+        _check_chunks(rules)
     rows_of_groups = group_rows(
-        groups, rules.block_size, rules.max_model_len, in_flight_tokens, dense_retention
+        groups, rules.block_size, rules.max_model_len, in_flight_tokens, dense_retention, rules.prefix_caching
     )
     state = build_state(trace, rules, keys, reserve, rows_of_groups)
     rows: list[Any] = []
@@ -244,6 +248,18 @@ def simulate(
         wall_s=perf_counter() - began,
         interrupted=interrupted,
     )
+
+
+def _check_chunks(rules: Rules) -> None:
+    """Chunks end at block boundaries where states are cached: a smaller limit would never end a prompt."""
+    for flag, limit in (
+        ("--max-num-batched-tokens", rules.max_num_batched_tokens),
+        ("--long-prefill-token-threshold", rules.long_prefill_token_threshold or rules.block_size),
+    ):
+        if limit < rules.block_size:
+            raise InputError(
+                f"{flag} {limit} is below the block of {rules.block_size} tokens at whose end states are kept."
+            )
 
 
 def keys_for(trace: Trace, rules: Rules) -> Keys:

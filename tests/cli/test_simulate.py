@@ -54,8 +54,7 @@ SUMMARY_KEYS = [
 ]
 
 DEMO = Path(__file__).parents[2] / "traces" / "demo.jsonl"
-# h: content by ids, in test_core_oracle; pools with Mamba groups are not simulated.
-RECORDS = [n for n in record_names(*"abcdefgijk") if "mamba" not in n] if Path(shared_path()).exists() else []
+RECORDS = record_names(*"abcdefgijk") if Path(shared_path()).exists() else []
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

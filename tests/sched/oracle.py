@@ -62,8 +62,8 @@ class Record:
         arch, *numbers = self.meta["settings"].get("arch", "full").split(":")
         if arch == "full":
             return FULL_ONLY
-        kind = {"swa": "window", "swaonly": "window", "chunk": "chunk"}[arch]
-        size, *count = (int(number) for number in numbers)
+        kind = {"swa": "window", "swaonly": "window", "chunk": "chunk", "mamba": "state"}[arch]
+        size, *count = (int(number) for number in (["0"] if arch == "mamba" else []) + numbers)
         return (Group(kind, size),) * (count or [1])[0] + (() if arch == "swaonly" else FULL_ONLY)
 
 

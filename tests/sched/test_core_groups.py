@@ -27,15 +27,18 @@ from tests.sched.reference_scheduler import simulate as reference
 from tests.sched.test_core_reference import make_trace, workloads
 
 EXAMPLES = int(os.environ.get("KVPLAN_EXAMPLES", "400"))
+NAMES = {"full": "full", "state": "mamba"}
 LONGEST = 110  # prompt and answer of `workloads`, with a turn's history cut there
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[Group, ...]:
     """One other kind, beside full attention (before or behind it) or alone."""
-    kind = draw(st.sampled_from(["window", "window", "chunk"]))
-    size = draw(st.sampled_from([1, 2, 5, 8, 16, 17, 40]))
+    kind = draw(st.sampled_from(["window", "window", "chunk", "state"]))
+    size = 0 if kind == "state" else draw(st.sampled_from([1, 2, 5, 8, 16, 17, 40]))
     others = (Group(kind, size),) * draw(st.integers(1, 3))
+    if kind == "state":  # the engine puts full attention behind
+        return others + FULL_ONLY
     return draw(st.sampled_from([others + FULL_ONLY, FULL_ONLY + others, others[:1]]))
 
 
@@ -45,6 +48,8 @@ def cases(draw: st.DrawFn) -> tuple[list[dict[str, Any]], Settings, tuple[Group,
     rows = [row for row in draw(workloads()) if row["prompt"] + row["answer"] < LONGEST]
     kinds = draw(groups())
     size = draw(st.sampled_from([1, 2, 4, 16]))
+    caching = draw(st.sampled_from([True, True, True, False]))
+    cached_states = caching and kinds[0].kind == "state"  # chunks end at block boundaries
     longest = max((row["prompt"] + row["answer"] for row in rows), default=1)
     least = len(kinds) * (-(-longest // size) + 1) + 2
     return (
@@ -53,16 +58,20 @@ def cases(draw: st.DrawFn) -> tuple[list[dict[str, Any]], Settings, tuple[Group,
             num_gpu_blocks=least + draw(st.integers(0, 60)),
             block_size=size,
             max_num_seqs=draw(st.integers(1, 8)),
-            max_num_batched_tokens=draw(st.sampled_from([1, 7, 16, 64, 128])),
+            max_num_batched_tokens=draw(
+                st.sampled_from([16, 64, 128] if cached_states else [1, 7, 16, 64, 128])
+            ),
             max_model_len=draw(st.sampled_from([LONGEST, 1 << 20])),
             enable_chunked_prefill=draw(st.sampled_from([True, True, True, False])),
-            long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 10])),
-            enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+            long_prefill_token_threshold=draw(
+                st.sampled_from([0, 0, 20] if cached_states else [0, 0, 3, 10])
+            ),
+            enable_prefix_caching=caching,
             policy=draw(st.sampled_from(["fcfs", "priority"])),
             async_scheduling=draw(st.booleans()),
             scheduler_reserve_full_isl=draw(st.booleans()),
             engine_version=draw(st.sampled_from(["0.32.0", "0.29.0", "0.22.0"])),
-            groups=tuple(f"{group.kind}:{group.size}" if group.size else "full" for group in kinds),
+            groups=tuple(NAMES.get(group.kind, f"{group.kind}:{group.size}") for group in kinds),
             prefix_cache_retention_interval=draw(st.sampled_from([0, 0, None])),
         ),
         kinds,
