@@ -427,7 +427,7 @@ def idle_among(row, keys, first_block, block, hits):
 @compiled
 def skipped_blocks(kind, size, tokens, block_size):
     """Leading blocks of a group that no query after the first `tokens` tokens reads [8.4]."""
-    if kind == WINDOW or kind == STATE:
+    if kind in (WINDOW, STATE):
         return max(tokens - size + 1, 0) // block_size
     if kind == CHUNK:
         return tokens // size * size // block_size
@@ -483,7 +483,7 @@ def set_event_groups(R, slot, group):
     delivered = slot.computed - slot.pending
     for g in range(group.shape[0]):
         size = group[g].span
-        if group[g].kind == WINDOW or group[g].kind == STATE:
+        if group[g].kind in (WINDOW, STATE):
             gone = skipped_blocks(group[g].kind, size, delivered, R.block_size)
             slot.event = min(slot.event, (gone + 1) * R.block_size + size - 1)
         elif group[g].kind == CHUNK:
@@ -564,9 +564,7 @@ def lookup_kind(row, keys, first_block, group, lookup, bound, block_size):
     kind = group[at].kind
     size = group[at].span
     limit = np.int64(bound // block_size)
-    if (
-        kind == WINDOW or kind == STATE
-    ):  # right to left to a whole window; a shorter run counts if it starts at block 0
+    if kind in (WINDOW, STATE):  # right to left to a whole window; a shorter run counts from block 0 on
         enough = (size - 1 + block_size - 1) // block_size
         end = first = limit
         while first > 0 and end - first < enough:
@@ -658,10 +656,10 @@ def is_new_state(row, keys, first_block, group, stamp, hits, now):
     """Whether the hit ends in a state that another request computes in this very step [5.4]."""
     if hits == 0:
         return False
+    key = key_of(row, keys, hits - 1)
     for g in range(group.shape[0]):
-        if group[g].kind == STATE:
-            if stamp[first_block[group[g].offset + key_of(row, keys, hits - 1)]] == now:
-                return True
+        if group[g].kind == STATE and stamp[first_block[group[g].offset + key]] == now:
+            return True
     return False
 
 

@@ -258,7 +258,7 @@ def _check_chunks(rules: Rules) -> None:
     ):
         if limit < rules.block_size:
             raise InputError(
-                f"{flag} {limit} is below the block of {rules.block_size} tokens at whose end states are kept."
+                f"{flag} {limit} is below the block of {rules.block_size} tokens, whose end keeps states."
             )
 
 
