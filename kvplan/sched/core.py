@@ -380,10 +380,8 @@ def remember_full(block, first_block, keys, row, table, R, slot, full):
 
 
 @compiled
-def grow(block, first_block, keys, row, table, R, c, slot, n, group, stamp):
+def grow(block, first_block, keys, row, table, R, c, slot, n):
     """Blocks for n more tokens of a slot; False when the pool has too few [4.1]."""
-    if R.hybrid:
-        return grow_groups(block, first_block, keys, row, table, R, c, slot, n, group, stamp)
     total = slot.computed + n
     need = (total + R.block_size - 1) // R.block_size - slot.held
     if need > c.free:
@@ -978,7 +976,10 @@ def schedule(S, R, batch):
         fits = True
         if slot.computed + n >= slot.event:
             row = requests[slot.request]
-            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
+            if R.hybrid:
+                fits = grow_groups(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
+            else:
+                fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
         while not fits:
             v = victim_index(S, R)
             w = running[v]
@@ -1001,7 +1002,10 @@ def schedule(S, R, batch):
                     give_up_stuck(S, S.lists[PREEMPTED, c.preempted - 1])
                 break
             row = requests[slot.request]
-            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
+            if R.hybrid:
+                fits = grow_groups(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
+            else:
+                fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
         if not fits:
             break
         slot.tokens = n

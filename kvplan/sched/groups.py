@@ -17,7 +17,7 @@ STATE_WINDOW = 2  # to the cache a state is a window of two tokens: the next one
 
 @dataclass(frozen=True)
 class Group:
-    """``kind``: full, window (the last ``size`` tokens are read), chunk (the chunk of ``size`` tokens), state."""
+    """``kind``: full, window (the last ``size`` tokens), chunk (the chunk of ``size`` tokens) or state."""
 
     kind: str = "full"
     size: int = 0
