@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "estimate": ("kvplan.cli.estimate", "app", "Does it fit, how many tokens and requests, what to change"),
     "simulate": ("kvplan.cli.simulate", "app", "Replay a trace: KV use, sharing, preemption, latency"),
     "bench": ("kvplan.cli.bench", "app", "Measure paged attention on this machine"),
+    "validate": ("kvplan.cli.validate", "app", "Our error against public engine logs"),
     "trace": ("kvplan.cli.trace", "app", "Inspect, convert or generate request traces"),
     "calibrate": ("kvplan.cli.calibrate", "app", "Fit the step times to a bench file"),
     "models": ("kvplan.cli.catalog", "models_app", "The models known, with source"),

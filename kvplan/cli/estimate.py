@@ -42,6 +42,9 @@ def estimate_command(
     log: Annotated[
         Path | None, typer.Option("--from-log", metavar="FILE", help="A start-up log beside the prediction")
     ] = None,
+    emit: Annotated[
+        str | None, typer.Option(metavar="vllm", help="The launch line; nothing where it does not fit")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every figure with its formula")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE.parquet", help="Write a row a result")
@@ -53,6 +56,14 @@ def estimate_command(
 
     Bytes are per GPU. Exit code 1: it does not fit.
     """
+    if emit is not None:
+        if sweep or explain or log is not None or output is not None or format is not Format.TABLE:
+            raise InputError(
+                "--emit prints one launch line: it goes with MODEL, --gpu and engine flags only."
+            )
+        if not _emit(flags, emit, quiet):
+            raise typer.Exit(1)
+        return
     lengths, source = _lengths(input_len, output_len, trace)
     if log is not None:
         if sweep or explain or output is not None or lengths is not None:
@@ -101,6 +112,22 @@ def _single(
     following = next_command(_words(flags), enough) if refused else None
     render.write(*blocks, *([following] if following else []))
     return not refused
+
+
+def _emit(flags: Flags, engine: str, quiet: bool) -> bool:
+    """The launch line on stdout, the verdict on stderr; no line where the engine would not start."""
+    from kvplan.cli.estimate_emit import launch_line
+
+    if engine != "vllm":
+        raise InputError(f"--emit {engine!r}: only vllm; no other engine's flags by version are known here.")
+    target = resolve_target(flags)
+    e = estimate(target.model, target.gpu, target.settings)
+    line = launch_line(e, target, flags)
+    render.note(verdict_line(e, render.terminal(sys.stderr)), quiet)
+    if e.verdict.fits is False:
+        return False
+    render.write(line)
+    return True
 
 
 def _words(flags: Flags) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvplan.cli import render
 from kvplan.cli.estimate_view import blocks_in_words, subject
-from kvplan.cli.numbers import GIB, byte_size, count, fixed, gib, gib_parts, round_parts
+from kvplan.cli.numbers import GIB, byte_size, count, fixed, gib, round_parts
 from kvplan.cli.render import Column, Terminal
 from kvplan.memory.capacity import Estimate
 from kvplan.memory.fixes import Fix
@@ -21,7 +21,7 @@ def refused_view(e: Estimate, enough: Sequence[Fix], short: Sequence[Fix], term:
     if not enough and not short:
         blocks.append("No single change of flags, weights or KV format makes it fit.")
         return blocks
-    blocks += [_fix_table(enough, short, term)]
+    blocks += [_fix_table(e, enough, short, term)]
     return blocks
 
 
@@ -36,14 +36,8 @@ def _need_table(e: Estimate, term: Terminal) -> str:
         request_why = f"{count(layout.blocks_per_request(length))} blocks at {count(length)} tokens{own}"
     rows: list[tuple[str, float, str]] = []
     if b is not None:
-        engine = round_parts(
-            [x / GIB for x in (b.activation.bytes, b.non_torch.bytes, b.cuda_graphs.bytes)],
-            2,
-            b.engine_bytes / GIB,
-        )
         rows.append(("weights", b.weights.bytes, b.weights.why))
-        why = f"activation {engine[0]:.2f}, non-torch {engine[1]:.2f}, graphs {engine[2]:.2f}"
-        rows.append(("engine", b.engine_bytes, why))
+        rows.append(("engine", b.engine_bytes, ""))
     states = e.verdict.running_state_bytes
     if states:
         why = f"max_num_seqs {count(e.engine.max_num_seqs)} x {byte_size(layout.bytes_per_block)}"
@@ -60,12 +54,21 @@ def _need_table(e: Estimate, term: Terminal) -> str:
         )
     else:
         rows.append(("KV pool", -e.available_kv_bytes, blocks_in_words(e)))
-    shown, total = gib_parts([size for _, size, _ in rows], sum(size for _, size, _ in rows))
-    body = [[name, size, why] for (name, _, why), size in zip(rows, shown, strict=True)]
+    total = round(sum(size for _, size, _ in rows) / GIB, 2)
+    shown = {name: round(size / GIB, 2) for name, size, _ in rows}
+    whys = {name: why for name, _, why in rows}
+    if b is not None:
+        # The engine's share takes up the rounding, so that the rows add up and all else is as in the verdict.
+        shown["engine"] = round(total - sum(size for name, size in shown.items() if name != "engine"), 2)
+        parts = [x / GIB for x in (b.activation.bytes, b.non_torch.bytes, b.cuda_graphs.bytes)]
+        engine = round_parts(parts, 2, shown["engine"])
+        whys["engine"] = f"activation {engine[0]:.2f}, non-torch {engine[1]:.2f}, graphs {engine[2]:.2f}"
+    body = [[name, fixed(shown[name]), whys[name]] for name in shown]
     before = -e.available_kv_bytes
     why = f"{gib(before)} of it before any KV" if before > 0 else ""
-    is_short = sum(size for _, size, _ in rows) > 0
-    body.append(["short by" if is_short else "spare", total.removeprefix("-"), why if is_short else ""])
+    if b is not None and 0 < total * GIB < b.band_bytes:
+        why = f"less than the ± {gib(b.band_bytes)} of this estimate"
+    body.append(["short by" if total > 0 else "spare", fixed(abs(total)), why if total > 0 else ""])
     columns = [Column("need", "left"), Column("GiB"), Column("why", "left", shrinks=True, min_width=20)]
     return render.table(columns, body, term)
 
@@ -77,7 +80,8 @@ def _budget_why(e: Estimate) -> str:
     return f"{e.gpu.total_gib:.2f} x {name} {fraction:.2f}"
 
 
-def _fix_table(enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> str:
+def _fix_table(e: Estimate, enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> str:
+    short_by = round(e.verdict.short_by_bytes / GIB, 2)
     columns = [
         Column("change", "left"),
         Column("GPUs"),
@@ -93,7 +97,7 @@ def _fix_table(enough: Sequence[Fix], short: Sequence[Fix], term: Terminal) -> s
         return [
             mark + fix.label,
             str(fix.gpus),
-            gib(fix.gains_bytes),
+            fixed(round(fix.spare_bytes / GIB, 2) + short_by),  # gains - short by = spare, as shown
             gib(fix.spare_bytes),
             count(fix.longest_tokens),
             at_once,
@@ -115,4 +119,24 @@ def next_command(words: Sequence[str], enough: Sequence[Fix]) -> str | None:
     if not enough:
         return None
     fix = next((f for f in enough if not f.alters_answers), enough[0])
-    return "Next: " + shlex.join(["kvplan", "estimate", *words, *fix.arguments])
+    return shell_lines(["kvplan", "estimate", *words, *fix.arguments], "Next: ")
+
+
+def shell_lines(words: Sequence[str], lead: str, width: int = 80) -> str:
+    """A command to copy, each flag beside its value, on lines of at most ``width`` joined by backslashes."""
+    pieces: list[str] = []
+    for k, word in enumerate(words):
+        text = shlex.quote(word)
+        if k and not word.startswith("-") and words[k - 1].startswith("-"):
+            pieces[-1] += f" {text}"
+        else:
+            pieces.append(text)
+    lines = [lead.rstrip(" ") if lead.strip() else ""]
+    for piece in pieces:
+        start = f"{lines[-1]} " if lines[-1].strip() else (lead if not lines[-1] else lines[-1])
+        if len(start) + len(piece) + 2 <= width or not lines[-1].strip():
+            lines[-1] = start + piece
+        else:
+            lines[-1] += " \\"
+            lines.append(" " * 4 + piece)
+    return "\n".join(lines)

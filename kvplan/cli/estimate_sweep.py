@@ -24,6 +24,8 @@ HEADS = {
     "engine_version": "version",
 }
 
+MAX_REASONS = 6  # refusals spelt out below the table
+
 Row = tuple[dict[str, Any], Estimate | None, str]
 
 
@@ -35,7 +37,7 @@ def sweep_view(rows: Sequence[Row], term: Terminal) -> list[str]:
     columns += [Column(head) for head in ("weights GiB", "KV pool GiB", "tokens", "tokens/GPU", "requests")]
     if has_mix:
         columns.append(Column("at this mix"))
-    columns.append(Column("", "left", shrinks=True, min_width=2))
+    columns.append(Column("", "left"))
     body = [_cells(row, has_mix) for row in rows]
     lengths = {e.engine.max_model_len for _, e, _ in rows if e is not None}
     of_length = f" (of {count(lengths.pop())})" if len(lengths) == 1 else " (of max_model_len)"
@@ -43,7 +45,14 @@ def sweep_view(rows: Sequence[Row], term: Terminal) -> list[str]:
     units = f"GiB are per GPU; tokens and requests{of_length} are the engine's."
     if replicas:
         units += "\nTokens and requests are those of all data-parallel replicas together."
-    return [*_verdict(rows, term), "", render.table(columns, body, term), "", units]
+    refused = [
+        render.wrap(f"{_in_words(values)}: {render.escape(reason)}", term.width)
+        for values, e, reason in rows
+        if e is None
+    ]
+    more = [f"{len(refused) - MAX_REASONS} more are refused; --format json has each reason."]
+    shown = [*refused[:MAX_REASONS], *(more if len(refused) > MAX_REASONS else [])]
+    return [*_verdict(rows, term), "", render.table(columns, body, term), "", *shown, units]
 
 
 def tokens(e: Estimate) -> int:
@@ -78,10 +87,10 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Row, has_mix: bool) -> list[str]:
-    values, e, reason = row
+    values, e, _ = row
     cells = [_value(value) for value in values.values()]
     if e is None:
-        return [*cells, *["-"] * (6 if has_mix else 5), f"no: {reason}"]
+        return [*cells, *["-"] * (6 if has_mix else 5), "no"]
     cells += [
         gib(e.budget.weights.bytes) if e.budget else "-",
         gib(e.available_kv_bytes),

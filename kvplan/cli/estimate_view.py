@@ -74,15 +74,14 @@ def short_name(name: str) -> str:
 def layers_in_words(e: Estimate) -> str:
     """'10 full layers, 52 of window 1,024'."""
     kinds = Counter((layer.kind, layer.window) for layer in e.model.layers)
-    words = []
+    words: list[str] = []
     for (kind, window), n in sorted(kinds.items(), key=lambda item: item[1]):
-        if kind is LayerKind.SLIDING:
-            words.append(f"{n} of window {count(window)}")
-        elif kind is LayerKind.CHUNKED:
-            words.append(f"{n} of chunk {count(window)}")
+        layers = "" if words else " layers"
+        if kind in (LayerKind.SLIDING, LayerKind.CHUNKED):
+            what = "window" if kind is LayerKind.SLIDING else "chunk"
+            words.append(f"{n}{layers} of {what} {count(window)}")
         else:
-            words.append(f"{n} {LAYER_WORDS[kind]}")
-    words[0] += " layers"
+            words.append(f"{n} {LAYER_WORDS[kind]}{layers}")
     return ", ".join(words)
 
 
@@ -97,6 +96,7 @@ def fits_view(e: Estimate, term: Terminal) -> list[str]:
     elif e.verdict.fits is not None:
         blocks += [f"  KV pool given: {gib(e.available_kv_bytes)} GiB, {blocks_in_words(e)}", ""]
     blocks += _hybrid(e, term) if not e.layout.is_uniform else _uniform(e)
+    blocks += _caveats(e)
     if e.verdict.fits is None:
         length = e.engine.max_model_len
         blocks += [
@@ -117,6 +117,19 @@ def fits_view(e: Estimate, term: Terminal) -> list[str]:
                 f"which leaves {gib(outside)} for them."
             )
     return blocks
+
+
+def _caveats(e: Estimate) -> list[str]:
+    """What limits the verdict: a margin within the error, and max_num_seqs below what memory holds."""
+    lines = []
+    if e.budget is not None and 0 <= -e.verdict.short_by_bytes < e.budget.band_bytes:
+        lines.append(
+            f"  Close: {gib(-e.verdict.short_by_bytes)} GiB to spare, less than the "
+            f"± {gib(e.budget.band_bytes)} of the pool."
+        )
+    if e.verdict.fits and e.max_concurrency > e.engine.max_num_seqs:
+        lines.append(f"  max_num_seqs lets {count(e.engine.max_num_seqs)} requests run at once.")
+    return lines
 
 
 def assumed(e: Estimate, notes: Sequence[str], term: Terminal) -> list[str]:
@@ -161,7 +174,7 @@ def _budget_table(e: Estimate, term: Terminal) -> list[str]:
         ),
     ]
     sizes = [size for _, _, size, _ in rows]
-    shown, total = gib_parts(sizes, b.total_bytes)
+    shown, total = _parts(e)
     shares = percents(sizes)
     body = [[g, part, s, p, why] for (g, part, _, why), s, p in zip(rows, shown, shares, strict=True)]
     read = "total_bytes" not in e.gpu.unverified
@@ -183,6 +196,14 @@ def _budget_table(e: Estimate, term: Terminal) -> list[str]:
         term,
     )
     return [f"  {bar}", render.table(columns, body, term)]
+
+
+def _parts(e: Estimate) -> tuple[list[str], str]:
+    """(weights, activation, non-torch, graphs, KV pool, outside; their total) in GiB, as shown."""
+    b = e.budget
+    assert b is not None
+    own = [b.weights.bytes, b.activation.bytes, b.non_torch.bytes, b.cuda_graphs.bytes]
+    return gib_parts([*own, e.available_kv_bytes, b.total_bytes - b.budget_bytes], b.total_bytes)
 
 
 def _outside_why(e: Estimate) -> str:
@@ -215,7 +236,7 @@ def _uniform(e: Estimate) -> list[str]:
     if e.verdict.fits is not None:
         pool = f"  pool       {count(e.kv_cache_tokens)} tokens"
         if e.budget is not None:
-            pool += f"; {gib(e.available_kv_bytes)} ± {gib(e.budget.band_bytes)} GiB expected"
+            pool += f"; {_parts(e)[0][-2]} ± {gib(e.budget.band_bytes)} GiB expected"
         lines.append(pool)
     return lines + _workload_lines(e)
 
@@ -263,8 +284,8 @@ def _hybrid(e: Estimate, term: Terminal) -> list[str]:
         Column("in the pool"),
     ]
     blocks = [render.table(columns, rows, term)]
-    blocks += ["", *_why_asked(e)]
     blocks += _workload_lines(e)
+    blocks += ["", *_why_asked(e)]
     if e.verdict.fits is not None:
         blocks += _levers(e, term)
         if layout.derived_tokens:
@@ -286,7 +307,8 @@ def _mib(size: int) -> str:
 def _why_asked(e: Estimate) -> list[str]:
     layout, engine, length = e.layout, e.engine, e.engine.max_model_len
     exact = max(1, layout.exact_bytes(length))
-    lines = [f"Why vLLM asks for {layout.needed_bytes(length) / exact:.1f} times what is held"]
+    ratio = layout.needed_bytes(length) / exact
+    lines = [f"Why vLLM asks for {ratio:.1f} times what is held" if ratio >= 1.05 else "How vLLM lays it out"]
     widest = max(group.layers for group in layout.groups)
     padding = f" ({layout.padding_layers} padding)" if layout.padding_layers else ""
     pool = f"a pool of {count(e.num_gpu_blocks)} blocks" if e.num_gpu_blocks else "one pool of blocks"
@@ -302,8 +324,10 @@ def _why_asked(e: Estimate) -> list[str]:
         batches = layout.in_flight_tokens // engine.max_num_batched_tokens
         in_flight = f"{batches} x " if batches > 1 else ""
         asked = g.admitted_blocks(length, layout.in_flight_tokens)
+        what = "window" if g.kind is LayerKind.SLIDING else "chunk"
+        who = f"The {what} group" if len(windows) == 1 else f"Each of {len(windows)} {what} groups"
         lines.append(
-            f"  Each of {len(windows)} window groups asks for {count(span)} + {in_flight}"
+            f"  {who} asks for {count(span)} + {in_flight}"
             f"{count(engine.max_num_batched_tokens)} in-flight tokens:"
         )
         lines.append(f"  {count(asked)} blocks, where {count(g.held_blocks(length))} are held afterwards.")
@@ -315,9 +339,9 @@ def _why_asked(e: Estimate) -> list[str]:
         drafts = engine.settings.num_speculative_tokens
         if drafts:
             uses.append(f"{drafts} for drafted tokens")
+        who = "The state group" if len(states) == 1 else f"Each of {len(states)} state groups"
         lines.append(
-            f"  Each of {len(states)} state groups takes {states[0].state_blocks} blocks of "
-            f"{count(layout.block_size)} tokens a request:"
+            f"  {who} takes {states[0].state_blocks} blocks of {count(layout.block_size)} tokens a request:"
         )
         lines.append(f"  {', '.join(uses)}.")
     return lines

@@ -18,6 +18,7 @@ import functools
 import inspect
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
@@ -50,7 +51,11 @@ class Flag:
     def parse(self, text: str) -> Any:
         """The value of ``text``; numbers may end in k, m, g (1000s) or K, M, G (1024s), as in vLLM."""
         if self.choices and text not in self.choices:
-            raise InputError(f"{self.option} is {text!r}; must be one of {', '.join(self.choices)}.")
+            listed = ", ".join(self.choices)
+            line = f"{self.option} is {text!r}; must be one of"
+            # An error line is not wrapped: a long list stands below it.
+            fits = len(f"error: {line} {listed}.") <= 80
+            raise InputError(f"{line} {listed}." if fits else f"{line}\n{_listed(listed)}.")
         if self.kind is str:
             return text
         match = re.fullmatch(r"([+-]?\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?)([kmgKMG]?)", text.strip())
@@ -79,6 +84,10 @@ class Switch:
     @property
     def option(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+
+def _listed(words: str) -> str:
+    return textwrap.fill(words, 79, initial_indent="  ", subsequent_indent="  ")
 
 
 MAX_TOKENS = 1 << 31
@@ -319,13 +328,15 @@ def resolve_model(flags: Flags) -> tuple[ModelSpec, EngineSettings, tuple[str, .
     ``MODEL`` is a catalogue name, or a path to a config.json or its folder. A format in the name (-AWQ,
     -FP8) becomes ``--quantization`` unless that flag is given.
     """
-    from kvplan.spec.catalogue import DEFAULT_MODEL, find_model
+    from kvplan.spec.catalogue import DEFAULT_MODEL, base_name, find_model
 
     found = find_model(flags.model or DEFAULT_MODEL, flags.settings.quantization)
     settings = flags.settings
     if found.implied_quantization and settings.quantization is None:
         settings = replace(settings, quantization=found.implied_quantization)
-    return found.spec, settings, found.notes, found.resolved_from
+    # A tuned twin of the same shape (-Instruct, -it) changes no figure; a dropped format does.
+    notes = found.notes if base_name(flags.model or DEFAULT_MODEL)[1] else ()
+    return found.spec, settings, notes, found.resolved_from
 
 
 def bare_model(flags: Flags) -> ModelSpec:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvplan.cli import render
+from kvplan.cli.load import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_RATE, Load, all_at_once
 from kvplan.cli.options import Flag, Flags, Target, resolve_target, shared_flags
 from kvplan.cli.render import Format
+from kvplan.cli.simulate_output import plot_runs, report, write_run
 from kvplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +32,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 warmup_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
-DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PROMPTS, DEFAULT_RATE = 1024, 128, 1000, 4.0
 MAX_UNLIMITED_BLOCKS = 60_000_000
 NEAR_SATURATION = 0.05
 """Share of the time with a queue above which TTFT is shown as a band (its elasticity is 1.2 to 5.5)."""
@@ -147,14 +151,16 @@ def simulate_command(
     sizes = [Flag("block_size", int, "", high=1 << 20).parse(text) for text in block_size or ()]
     plans = _plans(target, sizes or [target.settings.block_size], allocation, unlimited, quiet)
     groups = _groups(target, plans, kv_groups, allocation)
-    by_hand = unlimited or flags.settings.num_gpu_blocks_override is not None or kv_groups is not None
-    refused = next((plan for plan in plans if _is_refused(plan, by_hand)), None)
+    refused = next((plan for plan in plans if plan.verdict.fits is False), None)
     if refused is not None:
-        render.write(f"DOES NOT START  {refused.verdict.reason}")
-        render.note("  Why, and what would fit: kvplan estimate with the same flags", quiet)
-        raise typer.Exit(1)
+        by_hand = flags.settings.num_gpu_blocks_override is not None or kv_groups is not None
+        if not unlimited and not by_hand:
+            render.write(f"DOES NOT START  {refused.verdict.reason}")
+            render.note("  Why, and what would fit: kvplan estimate with the same flags", quiet)
+            raise typer.Exit(1)
+        render.note(f"note: as an engine this would not start: {refused.verdict.reason}", quiet)
     requests, concurrency = load.read(quiet)
-    if slos and len(requests) > 1 and _all_at_once(requests) and not concurrency:
+    if slos and len(requests) > 1 and all_at_once(requests) and not concurrency:
         render.note("note: all requests arrive at once: this is a batch, not a service load.", quiet)
     cases = _run_all(
         target,
@@ -171,11 +177,11 @@ def simulate_command(
         quiet,
     )
     assumptions = _assumptions(target, plans[0], groups[0], load, clock, adjust, fitted_on)
-    _report(target, cases, requests, clock, assumptions, allocation, format)
+    report(target, cases, requests, assumptions, allocation, clock is ClockKind.STEPS, format)
     if output is not None:
-        _write(output, cases, requests, target, assumptions, record_decisions, quiet)
+        write_run(output, cases, requests, target, assumptions, record_decisions, quiet)
     if plot is not None:
-        _plot(plot, cases, requests, slos, quiet)
+        plot_runs(plot, cases, requests, slos, quiet)
     if any(case.run.interrupted for case in cases):
         raise KeyboardInterrupt
     if any(not result.met for case in cases for result in case.targets):
@@ -197,119 +203,6 @@ def warmup_command() -> None:
     engine = resolve(EngineSettings(), find_model(DEFAULT_MODEL).spec, find_gpu(DEFAULT_GPU))
     simulate(random_trace(2, 32, 4, seed=0, request_rate=1.0), rules_for(engine, 64, 16), steps_clock())
     render.write(f"COMPILED  in {perf_counter() - began:.1f} s")
-
-
-# ------------------------------------------------------------------------------------------------- the load
-
-
-@dataclass(frozen=True)
-class Load:
-    """The flags that say which requests arrive, and when."""
-
-    trace: str | None
-    trace_format: str | None
-    random_input_len: str | None
-    random_output_len: str | None
-    num_prompts: str | None
-    random_range_ratio: str | None
-    random_len_range: str | None
-    seed: str
-    request_rate: str | None
-    burstiness: str | None
-    max_concurrency: str | None
-    speed_up: str | None
-
-    @property
-    def is_default(self) -> bool:
-        """Nothing was said: a small constructed load, named among the assumptions."""
-        return self.trace is None and self.random_input_len is None and self.random_output_len is None
-
-    def number(self, name: str, kind: type, default: Any, low: float, high: float) -> Any:
-        text = getattr(self, name)
-        return default if text is None else Flag(name, kind, "", low=low, high=high).parse(text)
-
-    def read(self, quiet: bool) -> tuple[Trace, int]:
-        """The trace with its arrivals, and the closed loop's concurrency (0 = open)."""
-        from kvplan.trace.generate import random_trace, speed_up, with_arrivals
-
-        seed = self.number("seed", int, 0, 0, 2**63 - 1)
-        rate = self._rate()
-        burstiness = self.number("burstiness", float, 1.0, 1e-3, 1e6)
-        concurrency = self.number("max_concurrency", int, 0, 1, 1 << 20)
-        factor = self.number("speed_up", float, 1.0, 1e-9, 1e9)
-        random = (
-            "random_input_len",
-            "random_output_len",
-            "num_prompts",
-            "random_range_ratio",
-            "random_len_range",
-        )
-        if self.trace is not None:
-            said = [f"--{name.replace('_', '-')}" for name in random if getattr(self, name) is not None]
-            if said:
-                raise InputError(f"TRACE {self.trace} and {said[0]} both give the load: use one.")
-            from kvplan.trace.readers import read_trace
-
-            requests = read_trace(self.trace, self.trace_format)
-            for line in requests.notes:
-                render.note(f"note: {line}", quiet)
-        else:
-            if self.trace_format is not None:
-                raise InputError("--trace-format needs a TRACE.")
-            if self.random_range_ratio is not None and self.random_len_range is not None:
-                raise InputError("--random-range-ratio and --random-len-range both set the lengths: use one.")
-            if rate is None and not concurrency:
-                rate = DEFAULT_RATE if self.is_default else float("inf")
-            requests = random_trace(
-                self.number("num_prompts", int, DEFAULT_PROMPTS, 1, 100_000_000),
-                self.number("random_input_len", int, DEFAULT_INPUT_LEN, 1, 1 << 28),
-                self.number("random_output_len", int, DEFAULT_OUTPUT_LEN, 1, 1 << 28),
-                seed=seed,
-                range_ratio=self.number("random_range_ratio", float, 0.0, 0.0, 1.0),
-                len_range=self._len_range(),
-            )
-        if len(requests) == 0:
-            raise InputError(f"{requests.provenance.source} has no requests to simulate.")
-        if int(requests.samples.max()) > 1:
-            i = int(requests.samples.argmax())
-            raise InputError(
-                f"request {requests.request_id[i]}: n is {requests.samples[i]}; "
-                "parallel samples are not simulated yet, only n = 1."
-            )
-        if rate is not None:
-            requests = with_arrivals(requests, rate, burstiness, seed)
-        elif concurrency and not requests.has_times:
-            requests = with_arrivals(requests, float("inf"), 1.0, seed)
-        elif not requests.has_times:
-            raise InputError(
-                f"{requests.provenance.source} has no arrival times.\n"
-                "  Give --request-rate R (Poisson) or --max-concurrency C (closed loop)."
-            )
-        if burstiness != 1.0 and rate is None:
-            raise InputError("--burstiness needs --request-rate.")
-        return (speed_up(requests, factor) if factor != 1.0 else requests), concurrency
-
-    def _rate(self) -> float | None:
-        if self.request_rate is None:
-            return None
-        if self.request_rate.strip().lower() == "inf":
-            return float("inf")
-        return float(Flag("request_rate", float, "", low=1e-9, high=1e9).parse(self.request_rate))
-
-    def _len_range(self) -> tuple[float, float] | None:
-        if self.random_len_range is None:
-            return None
-        try:
-            low, high = (float(part) for part in self.random_len_range.split(","))
-        except ValueError:
-            low = high = float("nan")
-        if not 0 <= low <= high <= 1e6:
-            raise InputError(f"--random-len-range is {self.random_len_range}; must be LO,HI such as 0.8,1.")
-        return low, high
-
-
-def _all_at_once(requests: Trace) -> bool:
-    return bool(requests.arrival_s[0] == requests.arrival_s[-1])
 
 
 # ------------------------------------------------------------------------------------------------- the runs
@@ -374,14 +267,6 @@ def _groups(
     return groups
 
 
-def _is_refused(plan: PoolPlan, by_hand: bool) -> bool:
-    if plan.verdict.fits is not False:
-        return False
-    if by_hand:
-        render.note(f"note: as an engine this would not start: {plan.verdict.reason}")
-    return not by_hand
-
-
 def _run_all(
     target: Target,
     plans: Sequence[PoolPlan],
@@ -412,20 +297,20 @@ def _run_all(
         render.note("compiling the scheduler, once for this machine (about 20 s)", quiet)
     done = [0] * len(plans)
 
-    def simulate(i: int, progress: render.Progress) -> Case:
+    def simulate(i: int, progress: render.Progress, stop: Callable[[], bool]) -> Case:
         plan = plans[i]
         blocks = plan.num_gpu_blocks
-        stop = sim.stop_lengths(requests, plan.engine.max_model_len)
+        lengths = sim.stop_lengths(requests, plan.engine.max_model_len)
         if unlimited:
-            blocks = len(groups[i]) * int((-(-stop // plan.block_size)).sum()) + 2
+            blocks = len(groups[i]) * int((-(-lengths // plan.block_size)).sum()) + 2
             if blocks > MAX_UNLIMITED_BLOCKS:
                 raise InputError(
                     f"--unlimited would need {blocks:,} blocks here; use --num-gpu-blocks-override."
                 )
         rules = rules_for(plan.engine, blocks, plan.block_size, max_concurrency=concurrency, record=record)
-        reserve = sim.reserved_tokens(requests, stop, allocation, plan.engine.max_model_len)
+        reserve = sim.reserved_tokens(requests, lengths, allocation, plan.engine.max_model_len)
 
-        def report(c: Any) -> None:
+        def show(c: Any) -> None:
             done[i] = int(c["done"])
             used = 100 * (rules.num_blocks - 1 - int(c["free"])) // max(1, rules.num_blocks - 1)
             progress.update(sum(done), f"KV {used} %")
@@ -436,22 +321,26 @@ def _run_all(
             "groups": groups[i],
             "in_flight_tokens": plan.engine.max_in_flight_tokens,
             "dense_retention": plan.engine.prefix_cache_retention_interval is None,
+            "reserve": reserve,
+            "keys": keys,
+            "stop": stop,
         }
-        run = sim.simulate(requests, rules, seconds, keys=keys, reserve=reserve, progress=report, **pool)
+        run = sim.simulate(requests, rules, seconds, progress=show, **pool)
         itl_s, weights = inter_token_latencies(run)
         result = summary(run, requests, plan.bytes_per_block, slos, allocation)
         band = None
         near = result["queued_share"] > NEAR_SATURATION or result["saturated"]
-        if clock is ClockKind.MODELLED and near and len(plans) == 1 and len(requests) <= MAX_BAND_REQUESTS:
+        short = len(plans) == 1 and len(requests) <= MAX_BAND_REQUESTS and not run.interrupted
+        if clock is ClockKind.MODELLED and near and short and result["completed"]:
             share = envelope_for(target.model, target.gpu, _resolved_settings(plan), adjust).tpot_median
 
             def ttft(factor: float) -> dict[str, float]:
-                slower = stretched(seconds, factor)
-                end = sim.simulate(requests, rules, slower, keys=keys, reserve=reserve, **pool)
+                end = sim.simulate(requests, rules, stretched(seconds, factor), **pool)
                 ends = summary(end, requests, plan.bytes_per_block, (), allocation)
                 return {key: value for key, value in ends.items() if key.endswith("_ttft_ms")}
 
             band = Band(share, ttft(1 - share), ttft(1 + share))
+        if band is not None and not stop():
             result["ttft_band"] = {
                 key: [band.fast[key], band.slow[key]]
                 for key in ("mean_ttft_ms", "median_ttft_ms", "p95_ttft_ms", "p99_ttft_ms")
@@ -465,11 +354,36 @@ def _run_all(
             band,
         )
 
-    with render.Progress("simulate", len(requests) * len(plans), "req", quiet) as progress:
+    bar = render.Progress("simulate", len(requests) * len(plans), "req", quiet)
+    with stopping_on_interrupt() as stop, bar as progress:
         if len(plans) == 1:
-            return [simulate(0, progress)]
+            return [simulate(0, progress, stop)]
         with ThreadPoolExecutor(max_workers=2) as pool:
-            return list(pool.map(lambda i: simulate(i, progress), range(len(plans))))
+            return list(pool.map(lambda i: simulate(i, progress, stop), range(len(plans))))
+
+
+@contextmanager
+def stopping_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks the runs to stop after the steps at hand, with what there is; a second one ends at once.
+
+    A handler, because the compiled core holds the main thread, or the runs are in other threads: an exception
+    would surface anywhere. Off the main thread nothing is changed.
+    """
+    asked = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _clock(target: Target, plan: PoolPlan, clock: ClockKind, adjust: Calibration | None) -> Any:
@@ -543,98 +457,3 @@ def _assumptions(
     else:
         said.append("every step lasts one second: times count steps")
     return said
-
-
-def _report(
-    target: Target,
-    cases: Sequence[Case],
-    requests: Trace,
-    clock: ClockKind,
-    assumptions: list[str],
-    allocation: str,
-    format: Format,
-) -> None:
-    from kvplan.cli.simulate_view import many_view, one_view
-
-    if format is not Format.TABLE:
-        rows = [{**case.summary, "assumptions": assumptions, "verdict": _verdict(case)} for case in cases]
-        render.emit(rows, format)
-        return
-    term = render.terminal()
-    view = one_view if len(cases) == 1 else many_view
-    steps = clock is ClockKind.STEPS
-    render.write(*view(target, cases, requests, assumptions, allocation, steps, term))
-
-
-def _verdict(case: Case) -> dict[str, Any]:
-    return {
-        "meets": all(result.met for result in case.targets) if case.targets else None,
-        "targets": [
-            {"target": str(result.slo), "value_ms": result.value_s * 1e3, "met": result.met}
-            for result in case.targets
-        ],
-    }
-
-
-def _write(
-    output: Path,
-    cases: Sequence[Case],
-    requests: Trace,
-    target: Target,
-    assumptions: list[str],
-    record: bool,
-    quiet: bool,
-) -> None:
-    """One run: its tables in DIR. Several: the summary in DIR, the rest in DIR/block-N."""
-    from kvplan.results.schema import make_table, summary_table
-    from kvplan.results.store import run_metadata, write_tables
-    from kvplan.sim.tables import decision_columns, request_columns, timeline_columns
-
-    def tables(case: Case) -> dict[str, Any]:
-        made = {
-            "requests": make_table("requests", request_columns(case.run, requests)),
-            "timeline": make_table("timeline", timeline_columns(case.run)),
-        }
-        if record:
-            made["decisions"] = make_table("decisions", decision_columns(case.run))
-        return made
-
-    def metadata(case: Case) -> dict[str, Any]:
-        settings = {
-            "model": target.model.name,
-            "gpu": target.gpu.name,
-            **asdict(case.plan.engine.settings),
-            **case.run.rules._asdict(),
-            "assumptions": assumptions,
-        }
-        return run_metadata(sys.argv, settings, asdict(requests.provenance))
-
-    rows = [{**case.summary, "verdict": _verdict(case)} for case in cases]
-    if len(cases) == 1:
-        made = {"summary": summary_table(rows), **tables(cases[0])}
-        write_tables(output, made, metadata(cases[0]))
-        render.wrote(output, list(made), quiet)
-        return
-    write_tables(output, {"summary": summary_table(rows)}, metadata(cases[0]))
-    for case in cases:
-        folder = output / f"block-{case.run.rules.block_size}"
-        write_tables(folder, tables(case), metadata(case))
-    render.wrote(output, ["summary"], quiet)
-
-
-def _plot(path: Path, cases: Sequence[Case], requests: Trace, slos: tuple[Slo, ...], quiet: bool) -> None:
-    from kvplan.results import plots
-    from kvplan.sim.tables import request_times, timeline_columns
-
-    case = cases[0]
-    rules = case.run.rules
-    plots.plot_run(
-        path,
-        timeline_columns(case.run),
-        request_times(case.run),
-        rules.block_size,
-        f"{requests.provenance.source}, blocks of {rules.block_size}",
-        slos,
-        rules.max_num_seqs,
-    )
-    render.wrote(path, (), quiet)

@@ -32,21 +32,20 @@ def one_view(
     """Blocks of lines for one run."""
     case = cases[0]
     lines = [*verdict_lines(case, requests, steps, term), "", subject(target, case, requests, term), ""]
-    lines += [latency_table(case, steps, term), *band_line(case), "", *pool_lines(case, allocation, term), ""]
-    lines += counters(case, requests)
-    if case.summary["rejected"] or case.summary["cancelled"] or case.summary["timed_out"]:
-        lines.append(failures(case))
-    lines += [
-        "",
-        render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width),
-    ]
-    return lines
+    if case.summary["completed"]:
+        lines += [latency_table(case, steps, term), *band_lines(case, term), ""]
+    lines += [*pool_lines(case, allocation, term), "", *counters(case, steps), *failures(case, term)]
+    return [*lines, "", assumed(assumptions, term)]
+
+
+def assumed(assumptions: Sequence[str], term: Terminal) -> str:
+    return render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width)
 
 
 def verdict_lines(case: Case, requests: Trace, steps: bool, term: Terminal) -> list[str]:
     """The answer: targets met or missed, else how many requests were served and how fast."""
     s, lines = case.summary, []
-    served = f"{render.count(s['completed'])} of {render.count(len(requests))} requests"
+    served = f"{render.count(s['completed'])} of {_requests(len(requests))}"
     if case.run.interrupted:
         lines.append(render.verdict("INTERRUPTED", f"{served} finished so far", False, term))
     missed = [result for result in case.targets if not result.met]
@@ -55,7 +54,10 @@ def verdict_lines(case: Case, requests: Trace, steps: bool, term: Terminal) -> l
         word = "MISSES TARGET" if missed else "MEETS TARGET"
         lines.append(render.verdict(word, shown, not missed, term))
         good = s["request_goodput"] * s["duration_s"] / len(requests)
-        lines.append(f"{100 * good:.1f} % of {render.count(len(requests))} requests meet all targets.")
+        good = 0.0 if good != good else good
+        lines.append(f"{100 * good:.1f} % of {_requests(len(requests))} meet all targets.")
+    elif not s["completed"] and not lines:
+        lines.append(render.verdict("NONE SERVED", f"of {_requests(len(requests))}", False, term))
     elif not lines:
         unit = "steps" if steps else "s"
         rate = f"{render.fixed(s['output_throughput'], 1)} output tokens a {'step' if steps else 'second'}"
@@ -63,6 +65,10 @@ def verdict_lines(case: Case, requests: Trace, steps: bool, term: Terminal) -> l
     if s["saturated"]:
         lines.append("Saturated: the load outran the server; tails only measure the trace's length.")
     return lines
+
+
+def _requests(n: int) -> str:
+    return f"{render.count(n)} request{'' if n == 1 else 's'}"
 
 
 def _duration(s: dict[str, Any], unit: str) -> str:
@@ -73,6 +79,8 @@ def _target_value(result: Any) -> str:
     slo = result.slo
     name = "E2E" if slo.metric == "e2el" else slo.metric.upper()
     scale, unit = (1e3, "ms") if slo.limit_s < 1 else (1.0, "s")
+    if result.value_s != result.value_s:
+        return f"{name} {slo.statistic} has no value (target {slo.limit_s * scale:g} {unit})"
     value = "never" if result.value_s == float("inf") else f"{result.value_s * scale:,.4g} {unit}"
     return f"{name} {slo.statistic} {value} (target {slo.limit_s * scale:g})"
 
@@ -83,11 +91,13 @@ def subject(target: Target, case: Case, requests: Trace, term: Terminal) -> str:
     gpus = s.tensor_parallel_size
     tp = f" (TP {gpus})" if gpus > 1 else ""
     load = (
-        f"{requests.provenance.kind}, {render.count(len(requests))} requests, "
+        f"{requests.provenance.kind}, {_requests(len(requests))}, "
         f"{render.count(int(requests.input_tokens.sum()))} + "
         f"{render.count(int(requests.output_tokens.sum()))} tokens"
     )
     source = render.escape(requests.provenance.source)
+    if case.run.rules.max_concurrency:
+        source += f"; closed loop of {render.count(case.run.rules.max_concurrency)}"
     return (
         f"{target.model.name.split('/')[-1]} on {gpus} x {target.gpu.name}{tp}, rules of vLLM "
         f"{version[0]}.{version[1]}\n{render.wrap(f'{source}: {load}', term.width)}"
@@ -123,7 +133,7 @@ def latency_table(case: Case, steps: bool, term: Terminal) -> str:
     return render.table(columns, rows, term)
 
 
-def band_line(case: Case) -> list[str]:
+def band_lines(case: Case, term: Terminal) -> list[str]:
     """Near saturation: what TTFT becomes when the step-time model is off by its usual error."""
     band = case.band
     if band is None:
@@ -134,7 +144,9 @@ def band_line(case: Case) -> list[str]:
         unit = render.time_unit(ends)
         low, high = (shown.strip() for shown in render.times(ends, unit))
         parts.append(f"{name} {low} to {high} {unit}")
-    return [f"  TTFT band  {', '.join(parts)} (steps +-{100 * band.share:.0f} %)"]
+    sign = "±" if term.unicode else "+-"
+    line = f"  TTFT band  {', '.join(parts)} (steps {sign}{100 * band.share:.0f} %)"
+    return [render.wrap(line, term.width, " " * 13)]
 
 
 def pool_lines(case: Case, allocation: str, term: Terminal) -> list[str]:
@@ -163,7 +175,7 @@ def pool_lines(case: Case, allocation: str, term: Terminal) -> list[str]:
         waiting = _over_time(at["start_s"], at["end_s"], at["waiting"])
         peak = 100 * s["peak_blocks"] / usable
         lines += [
-            f"  in use over time  {render.sparkline(used, term)}  max {peak:.0f} %",
+            f"  in use over time  {render.sparkline(used, term)}  max {peak:.{0 if peak >= 10 else 1}f} %",
             f"  waiting           {render.sparkline(waiting, term)}  max {render.count(at['waiting'].max())}",
         ]
     return lines
@@ -177,30 +189,53 @@ def _over_time(start_s: Any, end_s: Any, values: Any, bins: int = 38) -> list[fl
     return list(np.diff(np.interp(edges, times, area)) / np.diff(edges))
 
 
-def counters(case: Case, requests: Trace) -> list[str]:
+def counters(case: Case, steps: bool) -> list[str]:
     s = case.summary
-    hit = 100 * s["prefix_hit_tokens"] / s["prefix_query_tokens"] if s["prefix_query_tokens"] else 0.0
+    hits = (
+        f"{_hit_percent(s):.1f} % of prompt tokens" if case.run.rules.prefix_caching else "no prefix caching"
+    )
     preempted = int((case.run.requests.preemptions > 0).sum())
     share = 100 * s["recomputed_tokens"] / max(1.0, case.run.count["scheduled"])
-    return [
-        f"  prefix hits  {hit:.1f} % of prompt tokens",
-        f"  preempted    {render.count(preempted)} requests, {render.count(s['preemptions'])} times; "
-        f"{render.count(s['recomputed_tokens'])} tokens recomputed ({share:.2f} %)",
-        f"  running      mean {s['mean_running']:.1f}, peak {render.count(s['peak_running'])}; "
-        f"queue non-empty {100 * s['queued_share']:.0f} % of the time",
-        f"  throughput   {s['request_throughput']:.4g} req/s, {s['output_throughput']:,.1f} output tok/s; "
-        f"utilization U = {s['position_utilization']:.5f}",
-    ]
+    lines = [f"  prefix hits  {hits}"]
+    if preempted:
+        lines.append(
+            f"  preempted    {_requests(preempted)}, {render.count(s['preemptions'])} times; "
+            f"{render.count(s['recomputed_tokens'])} tokens recomputed ({share:.2f} %)"
+        )
+    else:
+        lines.append("  preempted    none")
+    if s["mean_running"] == s["mean_running"]:
+        lines.append(
+            f"  running      mean {s['mean_running']:.1f}, peak {render.count(s['peak_running'])}; "
+            f"queue non-empty {100 * s['queued_share']:.0f} % of the time"
+        )
+    per = "step" if steps else "s"
+    rate = (
+        f"{s['request_throughput']:.4g} req/{per}, {s['output_throughput']:,.1f} output tok/{per}; "
+        if s["completed"] else ""
+    )  # fmt: skip
+    return [*lines, f"  throughput   {rate}utilization U = {s['position_utilization']:.5f}"]
 
 
-def failures(case: Case) -> str:
-    s = case.summary
-    parts = [
-        f"{render.count(s[key])} {word}"
-        for key, word in (("rejected", "rejected"), ("cancelled", "cancelled"), ("timed_out", "timed out"))
-        if s[key]
-    ]
-    return f"  not served   {', '.join(parts)}; reasons in requests.parquet (-o DIR)"
+def _hit_percent(s: dict[str, Any]) -> float:
+    return 100 * s["prefix_hit_tokens"] / s["prefix_query_tokens"] if s["prefix_query_tokens"] else 0.0
+
+
+def failures(case: Case, term: Terminal) -> list[str]:
+    """How many requests were not served, by cause."""
+    rules, status = case.run.rules, case.run.requests.status
+    causes = (
+        (core.TOO_LONG, f"rejected (prompt not below max_model_len {render.count(rules.max_model_len)})"),
+        (core.NO_ROOM, "rejected (pool or step budget too small)"),
+        (core.CANCELLED, "cancelled"),
+        (core.TIMED_OUT, "timed out"),
+    )
+    counts = [(int((status == code).sum()), words) for code, words in causes]
+    parts = [f"{render.count(n)} {words}" for n, words in counts if n]
+    if not parts:
+        return []
+    line = f"  not served   {', '.join(parts)}; each with its reason: -o DIR"
+    return [render.wrap(line, term.width, " " * 15)]
 
 
 def many_view(
@@ -213,41 +248,45 @@ def many_view(
     term: Terminal,
 ) -> list[str]:
     """One row a block size; `missed` is a word."""
+    unit = "steps" if steps else "ms"
+    asked = [(r.slo.metric, r.slo.statistic) for r in cases[0].targets] or [("ttft", "p95"), ("tpot", "p95")]
     columns = [
-        Column("block"), Column("blocks"), Column("U %"), Column("KV use %"), Column("hits %", optional=2),
-        Column("preempted"), Column("recomputed", optional=3),
-        Column("TTFT p95 steps" if steps else "TTFT p95 ms"),
-        Column("TPOT p95 steps" if steps else "TPOT p95 ms"), Column("", "left"),
+        Column("block"), Column("blocks"), Column("U %"), Column("KV use %", optional=1),
+        Column("hits %", optional=2), Column("preempted"), Column("recomputed", optional=3),
+        *(Column(f"{'E2E' if m == 'e2el' else m.upper()} {stat} {unit}") for m, stat in asked),
+        Column("", "left"),
     ]  # fmt: skip
-    scale = 1e-3 if steps else 1.0
     rows = []
     for case in cases:
         s = case.summary
-        missed = [result for result in case.targets if not result.met]
-        words = ["saturated"] if s["saturated"] else []
-        words += ["missed"] if missed else []
-        hits = 100 * s["prefix_hit_tokens"] / s["prefix_query_tokens"] if s["prefix_query_tokens"] else 0.0
+        words = [word for word in ("saturated", "interrupted") if s.get(word)]
+        words += ["missed"] if not all(result.met for result in case.targets) else []
+        values = [r.value_s * 1e3 for r in case.targets] or [s["p95_ttft_ms"], s["p95_tpot_ms"]]
         rows.append(
             [
                 render.count(s["block_size"]),
                 render.count(case.run.rules.num_blocks - 1),
                 f"{100 * s['position_utilization']:.2f}",
                 f"{100 * s['kv_utilization']:.1f}",
-                f"{hits:.1f}",
+                f"{_hit_percent(s):.1f}",
                 render.count(s["preemptions"]),
                 render.count(s["recomputed_tokens"]),
-                f"{s['p95_ttft_ms'] * scale:,.1f}",
-                f"{s['p95_tpot_ms'] * scale:,.1f}",
+                *(_late(value * (1e-3 if steps else 1.0)) for value in values),
                 ", ".join(words),
             ]
         )
     best = _best(cases)
     lines = [best_line(best, cases, term), "", subject(target, cases[0], requests, term), ""]
     lines += [render.table(columns, rows, term), ""]
-    lines.append(
-        render.wrap("Assumed: " + "; ".join(render.escape(line) for line in assumptions), term.width)
-    )
-    return lines
+    lost = [line for case in cases[:1] for line in failures(case, term)]
+    return [*lines, *lost, *([""] if lost else []), assumed(assumptions, term)]
+
+
+def _late(value: float) -> str:
+    """A latency cell: 'never' when a failed request reaches the percentile, '-' when there is none."""
+    if value != value:
+        return "-"
+    return "never" if value == float("inf") else f"{value:,.1f}"
 
 
 def _best(cases: Sequence[Case]) -> list[Case]:
@@ -256,6 +295,8 @@ def _best(cases: Sequence[Case]) -> list[Case]:
 
 
 def best_line(best: Sequence[Case], cases: Sequence[Case], term: Terminal) -> str:
+    if any(case.run.interrupted for case in cases):
+        return render.verdict("INTERRUPTED", "figures are of what had finished", False, term)
     if not cases[0].targets:
         lowest = min(cases, key=lambda case: _sort_key(case.summary["p95_ttft_ms"]))
         size = lowest.summary["block_size"]

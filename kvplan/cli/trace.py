@@ -251,10 +251,9 @@ def inspect_view(facts: dict[str, Any], term: Terminal) -> list[str]:
     if shown:
         lines += _labelled("blocks", f"U at {', '.join(shown)}")
     odd = [render.wrap(f"  {render.escape(line)}", term.width, "    ") for line in facts["odd"]]
-    if facts["seed"] is not None:
-        odd.append(f"  seed {facts['seed']}")
     lines += ["", "Odd, kept as they are" if facts["odd"] else "Nothing odd", *odd]
-    return [*lines, f"  sha256 {facts['sha256'][:12]}..."]
+    seed = "" if facts["seed"] is None else f"seed {facts['seed']}, "
+    return [*lines, f"  {seed}sha256 {facts['sha256'][:12]}..."]
 
 
 def _labelled(label: str, *lines: str) -> list[str]:

@@ -78,14 +78,14 @@ def stage_budget(model: ModelSpec, gpu: GPU, engine: Resolved, weights: Term, st
         return _tensorrt_budget(gpu, engine, weights, stage)
     if parse_version(engine.settings.engine_version) < KNOWN_VLLM[0]:
         raise InputError(
-            f"--engine-version {engine.settings.engine_version} is engine V0, whose memory profile is not "
-            "modelled; give --kv-cache-memory-bytes."
+            f"--engine-version {engine.settings.engine_version} is engine V0; its profile is not modelled.\n"
+            "  The KV pool can be given: --kv-cache-memory-bytes N."
         )
     graphs = cuda_graphs(model, engine)
     outside = 0
     if graphs.bytes and not graphs_inside(engine):
         outside = graphs.bytes
-        why = f"about {outside / GIB:.2f} GiB outside the budget in this version"
+        why = f"about {outside / GIB:.2f} GiB outside the budget"
         graphs = Term(0, why, graphs.source, why)
     budget = int(gpu.total_bytes * engine.gpu_memory_utilization)
     band, notes = _band(model, gpu, engine, budget, graphs.bytes)
@@ -169,7 +169,7 @@ def activation_peak(model: ModelSpec, gpu: GPU, engine: Resolved, stage: int = 0
     encoder = _encoder_bytes(model, batched, size) if stage == 0 else 0
     cublas = (32 if _is_datacenter_hopper(gpu) else 8) * MIB
     wins = sampler > forward
-    why = sampler_why if wins else f"a layer's forward pass over {batched:,} tokens"
+    why = sampler_why if wins else f"forward pass over {batched:,} tokens"
     formula = sampler_formula if wins else forward_why
     if scratch:
         why += f"; MoE {scratch / GIB:.2f}"
@@ -195,8 +195,8 @@ def _sampler(model: ModelSpec, gpu: GPU, engine: Resolved, stage: int) -> tuple[
     if engine.dtype == "float32":
         units -= 0.5
     total = int(units * rows * vocab * LOGIT_BYTES)
-    short = f"sampler: {units:g} x {rows:,} seqs x {vocab:,} vocab x 4 B"
-    full = short
+    short = f"sampler: {units:g} x {rows:,} x {vocab:,} x 4 B"
+    full = f"sampler: {units:g} x {rows:,} rows of logits x {vocab:,} vocab x 4 B"
     if has_row_buffer:
         total += gpu.sm_count * vocab * LOGIT_BYTES
         full += f" + {gpu.sm_count} SMs x {vocab:,} x 4 B"

@@ -113,6 +113,7 @@ def estimate(
     that the engine refuses before it looks at memory.
     """
     engine = resolve(settings, model, gpu)
+    settings = engine.settings  # its dtype may be the card's, not the checkpoint's
     check_split(model, engine)
     layout = kv_layout(model, engine)
     assumptions = [*engine.assumptions, *layout.assumptions]
@@ -177,13 +178,13 @@ def weights_term(model: ModelSpec, settings: EngineSettings, stage: int) -> Term
         draft = find_model(settings.speculative_model).spec
         own = weight_bytes(draft, replace(settings, pipeline_parallel_size=1, speculative_model=None,
                                           num_speculative_tokens=0, quantization=None))  # fmt: skip
+        why = f"model {size / GIB:,.2f} + draft {own.largest_bytes / GIB:,.2f}"
         size += own.largest_bytes
-        why += f" + draft {own.largest_bytes / GIB:.2f}"
         formula += f" + draft model {own.formula}"
     if settings.max_loras:
         slots = lora_bytes(model, settings)
+        why = (why if " + draft " in why else f"model {size / GIB:,.2f}") + f" + LoRA {slots / GIB:,.2f}"
         size += slots
-        why += f" + LoRA {slots / GIB:.2f}"
         formula += f" + {settings.max_loras} LoRA slots {slots:,} B"
     return Term(size, why, found.source, formula)
 
@@ -207,7 +208,7 @@ def _weights_why(model: ModelSpec, settings: EngineSettings, stage: int, size: i
     quantization = effective_quantization(model, settings)
     if ranks > 1:
         whole = weight_bytes(model, replace(settings, tensor_parallel_size=1)).stages[stage].bytes
-        why = f"{whole / GIB:.2f} / TP {ranks}"
+        why = f"{whole / GIB:,.2f} / TP {ranks}"
         if size > 1.01 * whole / ranks:
             why += ", some parts on every rank"
     elif quantization is None and stages == 1:

@@ -73,7 +73,14 @@ def find_fixes(e: Estimate) -> tuple[list[Fix], list[Fix]]:
         )
     enough.sort(key=lambda f: (f.gpus, f.alters_answers, -f.spare_bytes))
     short = sorted((f for f in singles if not f.fits and f.gains_bytes > 0), key=lambda f: -f.spare_bytes)
-    return enough, short
+    seen: set[tuple[str, int]] = set()  # 256 and 16 requests often gain the same: the milder one is enough
+    distinct = []
+    for fix in short:
+        key = (fix.changes[0].settings[0][0], fix.spare_bytes)
+        if key not in seen:
+            distinct.append(fix)
+        seen.add(key)
+    return enough, distinct
 
 
 def spare_bytes(e: Estimate) -> int:
@@ -83,6 +90,9 @@ def spare_bytes(e: Estimate) -> int:
 
 def _changes(e: Estimate) -> Iterator[Change]:
     s, engine = e.engine.settings, e.engine
+    if s.num_gpu_blocks_override is not None:  # a pool counted in blocks holds as many tokens whatever else
+        yield from _shorter(e)
+        return
     quantization = effective_quantization(e.model, s)
     bits = quantization.bits if quantization else 16
     if bits > 4:
@@ -95,11 +105,10 @@ def _changes(e: Estimate) -> Iterator[Change]:
     while tp <= MAX_TP:
         yield Change(f"TP {tp}", ("-tp", str(tp)), (("tensor_parallel_size", tp),))
         tp *= 2
-    if 0 < e.estimated_max_model_len < engine.max_model_len:
-        length = e.estimated_max_model_len
-        yield Change(
-            f"--max-model-len {length}", ("--max-model-len", str(length)), (("max_model_len", length),)
-        )
+    if s.tensor_parallel_size >= MAX_TP and s.kv_cache_memory_bytes is None:  # a second node
+        pp = 2 * s.pipeline_parallel_size
+        yield Change(f"PP {pp}", ("-pp", str(pp)), (("pipeline_parallel_size", pp),))
+    yield from _shorter(e)
     if engine.gpu_memory_utilization < 0.95:
         yield Change(
             "--gpu-memory-utilization 0.95",
@@ -112,6 +121,14 @@ def _changes(e: Estimate) -> Iterator[Change]:
             yield Change(f"{flag} {value}", (flag, str(value)), ((name, value),))
     if e.budget is not None and e.budget.cuda_graphs.bytes:
         yield Change("--enforce-eager", ("--enforce-eager",), (("enforce_eager", True),))
+
+
+def _shorter(e: Estimate) -> Iterator[Change]:
+    length = e.estimated_max_model_len
+    if 0 < length < e.engine.max_model_len:
+        yield Change(
+            f"--max-model-len {length}", ("--max-model-len", str(length)), (("max_model_len", length),)
+        )
 
 
 def _try(e: Estimate, changes: tuple[Change, ...]) -> Fix | None:

@@ -261,8 +261,8 @@ def _layers_with_kv(model: ModelSpec, engine: Resolved, said: list[str]) -> list
     elif s.num_speculative_tokens:
         if not model.mtp_layers:
             raise InputError(
-                f"--num-speculative-tokens {s.num_speculative_tokens} needs --speculative-model: "
-                f"{model.name} has no multi-token-prediction layers of its own."
+                f"--num-speculative-tokens {s.num_speculative_tokens} needs --speculative-model M.\n"
+                f"  {model.name} has no multi-token-prediction layers."
             )
         layers.append(next(layer for layer in layers if layer.kind in (LayerKind.FULL, LayerKind.MLA)))
         said.append("one multi-token-prediction layer with full attention holds KV too")

@@ -33,10 +33,14 @@ class Status(IntEnum):
     CANCELLED = 3
     TIMED_OUT = 4
     UNFINISHED = 5  # the run stopped first
+    REJECTED_EMPTY = 6  # a prompt of 0 tokens
 
     @property
     def label(self) -> str:
         return self.name.lower()
+
+
+REJECTED = (Status.REJECTED_OOM, Status.REJECTED_TOO_LONG, Status.REJECTED_EMPTY)
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def summarize(
         **latency_summary("tpot", requests.tpot_s[done]),
         **latency_summary("itl", itl_s, itl_weights),
         **latency_summary("e2el", requests.e2el_s[done]),
-        "rejected": count[Status.REJECTED_OOM] + count[Status.REJECTED_TOO_LONG],
+        "rejected": sum(count[status] for status in REJECTED),
         "timed_out": count[Status.TIMED_OUT],
         "cancelled": count[Status.CANCELLED],
         "unfinished": count[Status.UNFINISHED],

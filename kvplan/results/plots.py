@@ -19,6 +19,7 @@ from kvplan.results.metrics import RequestTimes, Slo, Status
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -61,6 +62,8 @@ def plot_run(
     draw_pool(pool, timeline, block_size)
     draw_queue(queue, timeline, max_num_seqs)
     queue.sharex(pool)
+    for axes in (pool, queue):
+        axes.xaxis.set_major_formatter("{x:,.10g}")
     draw_latency(latency, requests, slos)
     return save(figure, target)
 
@@ -96,6 +99,8 @@ def draw_pool(axes: Axes, timeline: Mapping[str, NDArray[Any]], block_size: int)
 
 def draw_queue(axes: Axes, timeline: Mapping[str, NDArray[Any]], max_num_seqs: int | None) -> None:
     """Requests running and waiting over time, and the limit on running ones when it is in sight."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.step(timeline["time_s"], timeline["running"], where="post", color="#1b6ca8", label="running")
     axes.step(
         timeline["time_s"], timeline["waiting"], where="post", color="#c0392b", ls="--", label="waiting"
@@ -104,6 +109,7 @@ def draw_queue(axes: Axes, timeline: Mapping[str, NDArray[Any]], max_num_seqs: i
     if max_num_seqs is not None and max_num_seqs <= 2 * highest:
         axes.axhline(max_num_seqs, color="#555555", ls=":", label="max_num_seqs")
     axes.set(xlabel="time, s", ylabel="requests")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     _legend(axes)
@@ -125,8 +131,23 @@ def draw_latency(axes: Axes, requests: RequestTimes, slos: Sequence[Slo]) -> Non
             if slo.metric == name and slo.percentile is not None:
                 axes.plot(slo.limit_s * 1e3, slo.percentile, "x", ms=10, mew=2, color=colour, label=str(slo))
     axes.set(xlabel="time, ms (log)", ylabel="requests served so fast, %", xscale="log", ylim=(0, 101))
+    _plain_numbers(axes.xaxis)
     axes.grid(alpha=0.3)
     _legend(axes)
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Ticks of a log axis as people read them: 5, 20, 1,000, not powers of ten; between decades while few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    decades = np.log10(high / low)
+    steps: tuple[float, ...] = (1.0, 2.0, 5.0) if decades <= 3 else (1.0,)
+    if decades <= 0.7:
+        steps = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
+    axis.set_major_locator(LogLocator(10, steps, numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _legend(axes: Axes) -> None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 REQUESTS: dict[str, str] = {
     "request": "int",  # position in the trace
     "id": "str",
-    "status": "str",  # finished, rejected_oom, rejected_too_long, cancelled, timed_out, unfinished
+    # finished, rejected_oom, rejected_too_long, rejected_empty, cancelled, timed_out, unfinished
+    "status": "str",
     "reason": "str",  # why it was rejected; null otherwise
     "arrival_s": "float",
     "first_scheduled_s": "float",

@@ -104,7 +104,7 @@ COUNT = np.dtype([(n, np.int64) for n in _COUNTS.split()] + [(n, np.float64) for
 
 # Constants are numpy integers: numba compiles a function anew for each literal argument it is called with.
 # Request status.
-PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT = np.arange(8, dtype=np.int32)
+PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT, EMPTY = np.arange(9, dtype=np.int32)
 
 # Kinds of groups: layers that keep every token, the last `span`, the chunk of `span` that is being written;
 # one running state, with copies of it cached at block boundaries (a window of 2 tokens), or in one block for
@@ -1255,7 +1255,10 @@ def arrive(S, R):
         if R.max_concurrency > 0:
             row.arrived_s = max(row.arrival_s, c.last_release)
         c.live += 1
-        if row.prompt >= R.max_model_len:  # [3.5]
+        if row.prompt < 1:  # there is nothing to compute a token from
+            finish(c, row, EMPTY)
+            c.rejected += 1
+        elif row.prompt >= R.max_model_len:  # [3.5]
             finish(c, row, TOO_LONG)
             c.rejected += 1
         elif never_fits(row, R, S.group):

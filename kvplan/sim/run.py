@@ -19,6 +19,8 @@ STEPS_PER_CALL = 4096
 MAX_TIMELINE_ROWS = 200_000
 """A longer run keeps every 2nd, 4th, ... step row; means and peaks are exact all the same."""
 MAX_KEYS = np.iinfo(np.int32).max
+KEPT_PAUSE_S = 1.0
+"""A pause of the server as long as this stays in the timeline of a longer run too."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Run:
     clock: Clock
     requests: Any
     count: dict[str, float]  # the core's counters at the end
-    rows: Any  # float64[steps, STEP_COLUMNS]
+    rows: Any  # float64[steps and pauses, STEP_COLUMNS]; a pause is a row with nothing running or waiting
     row_stride: int  # 1 = every step is in `rows`
     itl: Any  # int64[ITL_BUCKETS]: gaps between tokens, bucket k holds [1e-6 * 1.01^k, 1e-6 * 1.01^(k+1))
     decisions: Any  # int64[steps, ...] when recorded, else no rows
@@ -50,8 +52,8 @@ def reserved_tokens(trace: Trace, stop: Any, allocation: str, max_model_len: int
     """Positions set aside at admission by the contiguous baselines; 0 for paged allocation.
 
     ``reserve-max[:LEN|longest]`` LEN, max_model_len or the trace's longest; ``reserve-pow2`` the next
-    power of two of the request's own length; ``reserve-oracle`` its own length (PagedAttention paper,
-    section 6.1).
+    power of two of the request's own length; ``reserve-oracle`` its own length
+    (PagedAttention paper, section 6.1).
     """
     kind, _, argument = allocation.partition(":")
     if kind == "paged" and not argument:
@@ -175,12 +177,13 @@ def simulate(
     in_flight_tokens: int | None = None,
     dense_retention: bool = False,
     progress: Callable[[Any], None] | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Run:
     """Replay a trace. ``progress`` is called with the counters about every 4,096 steps.
 
     ``groups``, ``in_flight_tokens`` (by default as the rules' loop has it) and ``dense_retention``: see
     `kvplan.sched.groups.group_rows`.
-    Ctrl-C between two calls of the core ends the run with what there is (``interrupted``).
+    ``stop`` is asked as often: when it says True the run ends with what there is (``interrupted``).
     """
     from time import perf_counter
 
@@ -203,28 +206,28 @@ def simulate(
         groups, rules.block_size, rules.max_model_len, in_flight_tokens, dense_retention, rules.prefix_caching
     )
     state = build_state(trace, rules, keys, reserve, rows_of_groups)
+    if len(trace) and clock.fixed_step_s == 0:
+        state.count[0].now = trace.arrival_s[0]  # steps are counted from a whole second, time is not
     rows: list[Any] = []
     decisions: list[Any] = []
     items: list[Any] = []
-    kept, stride, n_items = 0, 1, 0
+    kept, stride, n_items, last = 0, 1, 0, None
     interrupted = False
     while True:
-        try:
-            why = core.run(state, rules, clock, STEPS_PER_CALL)
-        except KeyboardInterrupt:
-            why, interrupted = core.ALL_DONE, True
+        why = core.run(state, rules, clock, STEPS_PER_CALL)
         c = state.count[0]
         used = int(c.rows)
-        first = (-int(c.step) + used - 1) % stride if stride > 1 else 0
-        rows.append(state.rows[first:used:stride].copy())
+        chunk = with_pauses(state.rows[:used], last, rules)
+        last = state.rows[used - 1].copy() if used else last
+        rows.append(thinned(chunk, stride))
         kept += len(rows[-1])
         if kept > MAX_TIMELINE_ROWS and not rules.record:
-            rows = [np.concatenate(rows)[::2]]
+            rows = [thinned(np.concatenate(rows), 2)]
             kept, stride = len(rows[0]), stride * 2
         if rules.record:
-            chunk = state.decisions[:used].copy()
-            chunk[:, core.N_SCALARS :] += n_items
-            decisions.append(chunk)
+            decided = state.decisions[:used].copy()
+            decided[:, core.N_SCALARS :] += n_items
+            decisions.append(decided)
             items.append(state.items[: int(c["items"])].copy())
             n_items += int(c["items"])
             c["items"] = 0
@@ -233,7 +236,12 @@ def simulate(
             progress(c)
         if why == core.ALL_DONE:
             break
+        if stop is not None and stop():
+            interrupted = True
+            break
     final = state.count[0]
+    if last is not None and not interrupted:
+        rows.append(_pause(last, last[_END], int(final.cached_idle)))  # the end: all blocks are back
     return Run(
         rules=rules,
         clock=clock,
@@ -260,6 +268,54 @@ def _check_chunks(rules: Rules) -> None:
             raise InputError(
                 f"{flag} {limit} is below the block of {rules.block_size} tokens, whose end keeps states."
             )
+
+
+_START, _END, _RUNNING, _WAITING, _USED, _CACHED, _TABLE, _LIVE = map(
+    core.STEP_COLUMNS.index,
+    ("start_s", "end_s", "running", "waiting", "used_blocks", "cached_blocks", "table_blocks", "live_tokens"),
+)
+
+
+def _pause(row: Any, until_s: Any, cached: Any) -> Any:
+    """Rows for the time after each of ``row`` in which nothing runs; step and preemptions stand still."""
+    pause = np.zeros_like(np.atleast_2d(row))
+    for name in ("step", "preemptions"):
+        at = core.STEP_COLUMNS.index(name)
+        pause[:, at] = row[..., at]
+    pause[:, _START], pause[:, _END], pause[:, _CACHED] = row[..., _END], until_s, cached
+    return pause
+
+
+def with_pauses(rows: Any, last: Any, rules: Rules) -> Any:
+    """The step rows, with a row for each pause between them; ``last`` is the row before the first.
+
+    The core writes a row a step only. Blocks cached during a pause are those that hold content after the step
+    before it: all it used but the partly filled ones, of which each running request has one at most.
+    """
+    if not len(rows):
+        return rows
+    before = rows[:-1] if last is None else np.concatenate([last[None], rows[:-1]])
+    after = rows[1:] if last is None else rows
+    at = np.flatnonzero(after[:, _START] > before[:, _END])
+    if not len(at):
+        return rows.copy()
+    row = before[at]
+    partly = np.minimum(row[:, _RUNNING], row[:, _TABLE] * rules.block_size - row[:, _LIVE])
+    cached = row[:, _CACHED] + np.maximum(row[:, _USED] - partly, 0) if rules.prefix_caching else 0
+    where = at + (1 if last is None else 0)
+    return np.insert(rows, where, _pause(row, after[at, _START], cached), axis=0)
+
+
+def thinned(rows: Any, stride: int) -> Any:
+    """Every ``stride``-th row, and all long pauses: a timeline without them would show work in them."""
+    if stride == 1:
+        return rows
+    idle = (rows[:, _RUNNING] == 0) & (rows[:, _WAITING] == 0)
+    long = idle & (rows[:, _END] - rows[:, _START] >= KEPT_PAUSE_S)
+    keep = np.arange(len(rows)) % stride == 0
+    keep |= long
+    keep[1:] |= long[:-1]  # where work goes on
+    return rows[keep]
 
 
 def keys_for(trace: Trace, rules: Rules) -> Keys:

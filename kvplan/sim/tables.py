@@ -12,9 +12,10 @@ from kvplan.sched.groups import blocks_at_end
 from kvplan.sim.run import Run
 from kvplan.trace.schema import Trace
 
-_STATUS = np.full(8, Status.UNFINISHED, np.int8)
+_STATUS = np.full(9, Status.UNFINISHED, np.int8)
 _STATUS[core.DONE] = Status.FINISHED
 _STATUS[core.TOO_LONG] = Status.REJECTED_TOO_LONG
+_STATUS[core.EMPTY] = Status.REJECTED_EMPTY
 _STATUS[core.NO_ROOM] = Status.REJECTED_OOM
 _STATUS[core.CANCELLED] = Status.CANCELLED
 _STATUS[core.TIMED_OUT] = Status.TIMED_OUT
@@ -104,12 +105,15 @@ def summary(
 def request_columns(run: Run, trace: Trace) -> dict[str, Any]:
     """Columns of the requests table; rejected, cancelled and unfinished requests stay in it."""
     t = request_times(run)
-    status = t.status
+    labels = np.array([status.label for status in Status], object)
+    reasons = np.full(len(trace), None, object)
+    for i in np.flatnonzero(np.isin(t.status, _REJECTED)):
+        reasons[i] = _reason(run, int(i))
     return {
         "request": np.arange(len(trace)),
         "id": trace.request_id,
-        "status": [Status(s).label for s in status],
-        "reason": [_reason(run, i) if s in _REJECTED else None for i, s in enumerate(status)],
+        "status": labels[t.status].tolist(),
+        "reason": reasons.tolist(),
         "arrival_s": t.arrival_s,
         "first_scheduled_s": t.first_scheduled_s,
         "first_token_s": t.first_token_s,
@@ -123,17 +127,19 @@ def request_columns(run: Run, trace: Trace) -> dict[str, Any]:
         "preemptions": np.asarray(run.requests.preemptions),
         "prefix_hit_tokens": np.asarray(run.requests.hit),
         "priority": trace.priority,
-        "tenant": [trace.tenant_names[k] or None for k in trace.tenant_id],
-        "session_id": [int(s) if s >= 0 else None for s in trace.session_id],
+        "tenant": np.array([name or None for name in trace.tenant_names], object)[trace.tenant_id].tolist(),
+        "session_id": [s if s >= 0 else None for s in trace.session_id.tolist()],
         "turn": trace.turn,
     }
 
 
-_REJECTED = (Status.REJECTED_OOM, Status.REJECTED_TOO_LONG)
+_REJECTED = (Status.REJECTED_OOM, Status.REJECTED_TOO_LONG, Status.REJECTED_EMPTY)
 
 
 def _reason(run: Run, i: int) -> str:
     row, rules = run.requests[i], run.rules
+    if row.status == core.EMPTY:
+        return "a prompt of 0 tokens: recorded traces keep failed requests so"
     if row.status == core.TOO_LONG:
         return f"prompt of {row.prompt} tokens is not below max_model_len {rules.max_model_len}"
     need = -(-max(int(row.stop) - 1, int(row.reserve)) // rules.block_size)
@@ -145,7 +151,11 @@ def _reason(run: Run, i: int) -> str:
 
 
 def timeline_columns(run: Run) -> dict[str, Any]:
-    """Columns of the timeline: the pool and the queue after each (kept) scheduling step."""
+    """Columns of the timeline: the pool and the queue after each (kept) scheduling step, and in each pause.
+
+    A row holds until the next one's time; the last one is the end of the run. What is cached during a pause
+    is known to a block for each request that ended before it (`run.with_pauses`); all else is exact.
+    """
     at = {name: run.rows[:, i] for i, name in enumerate(core.STEP_COLUMNS)}
     free = run.rules.num_blocks - 1 - at["used_blocks"] - at["cached_blocks"]
     whole = {name: column.astype(np.int64) for name, column in at.items() if name not in ("start_s", "end_s")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvplan.errors import InputError
 from kvplan.spec.gpu import GPU
@@ -186,6 +186,9 @@ def resolve(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Reso
     if dtype == "float32" and settings.dtype == "auto":
         dtype = "bfloat16"
         said.append("dtype bfloat16: the engine loads a float32 checkpoint in 16 bit")
+    if dtype == "bfloat16" and gpu is not None and _lacks_bfloat16(gpu):
+        dtype = _without_bfloat16(settings, model, gpu, said)
+        settings = replace(settings, dtype=dtype)
     # A log of 0.19 shows chunked-local groups in the hybrid manager; 0.32's source turns it off for them.
     has_chunks = version >= (0, 20) and any(layer.kind is LayerKind.CHUNKED for layer in model.layers)
     disabled = settings.disable_hybrid_kv_cache_manager
@@ -218,6 +221,26 @@ def resolve(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Reso
     if settings.model_runner is None and version >= (0, 20):
         said.append(f"model runner {resolved.model_runner.upper()}, this version's default for the model")
     return Resolved(**{**resolved.__dict__, "assumptions": (*said, *model.assumptions)})
+
+
+def _lacks_bfloat16(gpu: GPU) -> bool:
+    """NVIDIA's before Ampere (platforms/cuda.py of vLLM 0.9 and 0.32)."""
+    capability = gpu.compute_capability
+    return gpu.vendor.lower() == "nvidia" and capability is not None and float(capability) < 8
+
+
+def _without_bfloat16(settings: EngineSettings, model: ModelSpec, gpu: GPU, said: list[str]) -> str:
+    """float16, or float32 where the engine holds float16 to be unstable (config/model.py of 0.32)."""
+    if settings.dtype == "bfloat16":
+        raise InputError(
+            f"--dtype bfloat16 needs compute capability 8.0; {gpu.name} has {gpu.compute_capability}.\n"
+            "  Use --dtype float16."
+        )
+    unstable = model.architecture.startswith(("Gemma2For", "Gemma3For", "Glm4ForCausalLM"))
+    dtype = "float32" if unstable else "float16"
+    why = ", and the engine refuses float16 for this model" if unstable else ""
+    said.append(f"dtype {dtype}: {gpu.name} has no bfloat16{why}")
+    return dtype
 
 
 def _resolve_other(settings: EngineSettings, model: ModelSpec, gpu: GPU | None) -> Resolved:

@@ -89,13 +89,13 @@ def items(place: Place, name: str, value: Any) -> list[Any]:
     return value
 
 
-def block_ids(place: Place, name: str, ids: Any) -> list[int]:
-    """A list of whole numbers from 0 to MAX_ID, checked as a whole first: this is where the time goes."""
+def block_ids(place: Place, name: str, ids: Any, high: int = MAX_ID) -> list[int]:
+    """A list of whole numbers from 0 to ``high``, checked as a whole first: this is where the time goes."""
     if type(ids) is not list:
         raise place.error(name, ids, "a list of whole numbers")
-    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > MAX_ID):
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > high):
         for k, block in enumerate(ids):
-            whole(place, f"{name}[{k}]", block if type(block) is not float else repr(block), high=MAX_ID)
+            whole(place, f"{name}[{k}]", block if type(block) is not float else repr(block), high=high)
     return ids
 
 
@@ -190,11 +190,17 @@ class Columns:
 
     _pieces_before = 0
 
-    def blocks(self, ids: Sequence[int], size: int, tokens: int) -> None:
-        """Content of the next request: blocks of ``size`` tokens, the last one up to ``tokens`` in all."""
+    def blocks(self, ids: Sequence[int], size: int, tokens: int, base: int = 0) -> None:
+        """Content of the next request: blocks of ``size`` tokens, the last one up to ``tokens`` in all.
+
+        Their streams are ``base`` + id.
+        """
         n = len(ids)
         if n:
-            self.stream.extend(ids)
+            if base:
+                self.stream.frombytes((np.array(ids, np.int64) + base).tobytes())
+            else:
+                self.stream.extend(ids)
             self.start.frombytes(bytes(8 * n))
             self.length.extend(array("q", [size]) * n)
             self.length[-1] = tokens - (n - 1) * size

@@ -35,6 +35,10 @@ def random_trace(
         return rng.integers(a, b + 1, n, dtype=np.int64)
 
     flags = f"--random-input-len {input_len} --random-output-len {output_len} --num-prompts {n} --seed {seed}"
+    if len_range is not None:
+        flags += f" --random-len-range {len_range[0]:g},{len_range[1]:g}"
+    elif range_ratio:
+        flags += f" --random-range-ratio {range_ratio:g}"
     trace = Trace(
         request_id=[f"r{i}" for i in range(n)],
         arrival_s=np.full(n, np.nan),
@@ -70,7 +74,9 @@ def with_arrivals(trace: Trace, request_rate: float, burstiness: float, seed: in
         rng = np.random.default_rng([seed, 1])  # apart from the lengths, so that a rate can be swept
         gaps = rng.gamma(burstiness, 1.0 / (request_rate * burstiness), n)
         times = np.cumsum(gaps) - gaps[:1]
-    note = f"; arrivals drawn at {request_rate:g}/s, burstiness {burstiness:g}, seed {seed}"
+    note = "; all at once"
+    if np.isfinite(request_rate):
+        note = f"; arrivals drawn at {request_rate:g}/s, burstiness {burstiness:g}, seed {seed}"
     provenance = replace(trace.provenance, source=trace.provenance.source + note, seed=seed)
     return replace(trace, arrival_s=times, provenance=provenance)
 

@@ -109,5 +109,7 @@ def _blocks(columns: Columns, place: Place, ids: Any, block_size: Any, prompt: i
     needed = -(-prompt // size)
     if len(ids) != needed:
         must = f"{needed:,}: input_length {prompt:,} in blocks of {size}"
+        if block_size is None:
+            must += ' (another size needs "block_size")'
         raise place.error("hash_ids", Phrase(f"{len(ids):,} ids"), must)
     columns.blocks(ids, size, prompt)

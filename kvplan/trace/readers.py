@@ -74,6 +74,9 @@ MAGIC = {
     b"\xff\xfe": "UTF-16 text",
     b"\xfe\xff": "UTF-16 text",
     b"SQLite": "a database",
+    b"version https://git-lfs": "a Git LFS pointer, not the data (git lfs pull fetches it)",
+    b"<!DOCTYPE": "a web page",
+    b"<html": "a web page",
 }
 MAX_PROBLEMS = 1000
 
@@ -147,7 +150,7 @@ def _open(path: str, name: str) -> Iterator[BinaryIO]:
                 stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
             else:
                 stream = opened.enter_context(open(path, "rb"))
-            head = stream.peek(8)[:8]
+            head = stream.peek(32)[:32]
         except FileNotFoundError:
             raise InputError(f"TRACE '{name}' does not exist.") from None
         except IsADirectoryError:

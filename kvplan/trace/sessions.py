@@ -21,6 +21,7 @@ from kvplan.trace.columns import (
 
 BAILIAN_BLOCK_TOKENS = 16
 RAG_BLOCK_TOKENS = 512
+MAX_LOCAL_ID = 1 << 40
 RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")  # in prompt order
 REPLAY = ("session_id", "arrival_time", "round_idx", "prefix_len", "input_len", "output_len")
 PRIVATE_STREAMS = 1 << 61
@@ -99,15 +100,13 @@ def coding(columns: Columns) -> Any:
                     continue
                 prompt = whole(place, f"{at}.in", item.get("in", MISSING))
                 answer = whole(place, f"{at}.out", item.get("out", MISSING))
-                ids = block_ids(place, f"{at}.hash_ids", item.get("hash_ids", MISSING))
+                ids = block_ids(place, f"{at}.hash_ids", item.get("hash_ids", MISSING), MAX_LOCAL_ID)
                 if len(ids) != prompt // size:
                     must = f"{prompt // size:,}: {prompt:,} tokens in full blocks of {size}"
                     raise place.error(f"{at}.hash_ids", Phrase(f"{len(ids):,} ids"), must)
                 if ids:
                     highest[0] = max(highest[0], max(ids))
-                    columns.blocks(
-                        [base[0] + block for block in ids] if base[0] else ids, size, len(ids) * size
-                    )
+                    columns.blocks(ids, size, len(ids) * size, base[0])
                 if prompt % size:
                     columns.segment(private.stream(), 0, prompt % size)
                 think = item.get("think_time")

@@ -268,14 +268,14 @@ def test_estimate_imports_nothing_heavy():
         (("--max-model-len", "nan"), "--max-model-len is nan"),
         (
             ("--max-model-len", "200000"),
-            "--max-model-len 200,000 is above the model's own maximum of 131,072",
+            "--max-model-len 200,000 is above the model's own maximum, 131,072",
         ),
         (
             ("--gpu-memory-utilization", "1.5"),
             "--gpu-memory-utilization is 1.5; must be a number from 0.01 to 1",
         ),
-        (("--dtype", "int3"), "--dtype is 'int3'; must be one of auto"),
-        (("--kv-cache-dtype", "fp5"), "--kv-cache-dtype is 'fp5'; must be one of auto"),
+        (("--dtype", "int3"), "--dtype is 'int3'; must be one of"),
+        (("--kv-cache-dtype", "fp5"), "--kv-cache-dtype is 'fp5'; must be one of"),
         (("--kv-cache-dtype", "fp8_ds_mla"), "fp8_ds_mla is for MLA models only"),
         (("--quantization", "q9"), "--quantization 'q9' is not known"),
         (("--engine", "tgi"), "--engine is 'tgi'; must be one of"),
@@ -287,11 +287,11 @@ def test_estimate_imports_nothing_heavy():
         (("-tp", "0"), "--tensor-parallel-size is 0"),
         (("-tp", "4", "--decode-context-parallel-size", "3"), "--decode-context-parallel-size 3 must divide"),
         (("--max-num-seqs", "4096", "--max-num-batched-tokens", "2048"), "is below max_num_seqs 4,096"),
-        (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"), "without chunked prefill"),
+        (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"), "is below max_model_len"),
         (("--kv-cache-layout", "BLNHC", "--engine-version", "0.26"), "BLNHC exists from vLLM 0.29"),
         (("--watermark", "0.01", "--engine-version", "0.19"), "--watermark exists from vLLM 0.26"),
         (("--speculative-model", "llama-3.2-1b"), "--speculative-model needs --num-speculative-tokens"),
-        (("--num-speculative-tokens", "2"), "has no multi-token-prediction layers of its own"),
+        (("--num-speculative-tokens", "2"), "needs --speculative-model M"),
         (("--max-lora-rank", "16"), "--max-lora-rank needs --max-loras"),
         (("--kv-cache-memory-bytes", "1G", "--num-gpu-blocks-override", "5"), "both set the pool"),
         (("llama-3.1-8b", "--layers", "3"), "both give the shape"),
@@ -354,3 +354,82 @@ def test_state_blocks_limit_the_running_requests(capsys):
     code, out, _ = run(capsys, "qwen3.8-27b", "--kv-cache-memory-bytes", "9.75G", "--max-model-len", "65536")
     assert code == 1
     assert re.match(r"DOES NOT FIT  .*max_num_seqs 1,024 exceeds \d+ state blocks", out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("qwen3-30b-a3b",),
+        ("qwen3-235b-a22b", "-tp", "8"),
+        ("deepseek-v3", "-tp", "8", "--gpu", "h200"),
+        (
+            "qwen3-8b",
+            "--speculative-model",
+            "qwen3-0.6b",
+            "--num-speculative-tokens",
+            "3",
+            "--max-loras",
+            "4",
+        ),
+        ("llama-3.1-8b", "--engine-version", "0.15"),
+    ],
+)
+def test_no_figure_of_the_table_is_cut_at_80_columns(capsys, monkeypatch, words):
+    """UX 5: a number is never cut; the reasons beside the parts are short enough for 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, *words)
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_tuned_twin_is_no_assumption_but_a_dropped_format_is(capsys):
+    """The default, -Instruct, has the shape of its base: `resolved_from` says so, the table needs no line."""
+    _, out, _ = run(capsys)
+    assert "taken as" not in out
+    _, out, _ = run(capsys, "--format", "json")
+    assert json.loads(out)["resolved_from"] == "meta-llama/Llama-3.1-8B-Instruct"
+    _, out, _ = run(capsys, "llama-3.3-70b-awq", "-tp", "2")
+    assert "is taken as meta-llama/Llama-3.3-70B-Instruct, --quantization awq" in " ".join(out.split())
+
+
+def test_refusal_adds_up_by_eye(capsys):
+    """Parts of the need sum to `short by`; gains - short by = spare in every row (UX 4)."""
+    for words in (("qwen3-32b",), ("deepseek-r1", "-tp", "8"), ("llama-3.3-70b",)):
+        _, out, _ = run(capsys, *words)
+        lines = [line.replace(",", "").split() for line in out.splitlines()]
+        need = {line[0]: line for line in lines if line and line[0] in ("weights", "engine", "budget")}
+        one = next(line for line in lines if line[:2] == ["one", "request"])
+        short = float(next(line for line in lines if line[:2] == ["short", "by"])[2])
+        parts = [float(line[1]) for line in need.values()] + [float(one[2])]
+        assert sum(parts) == pytest.approx(short, abs=1e-6), words
+        rows = (
+            re.match(r".+?\s+\d+\s+([\d,.]+)\s+(-?[\d,.]+)\s+[\d,]+\s+(?:[\d.]+|no)$", x)
+            for x in out.splitlines()
+        )
+        fixes = [match for match in rows if match]
+        assert len(fixes) >= 5
+        for line in fixes:
+            gains, spare = (float(group.replace(",", "")) for group in line.groups())
+            assert gains - short == pytest.approx(spare, abs=1e-6), line[0]
+
+
+def test_margin_within_the_error_is_said(capsys):
+    """gemma-3-27b at its own maximum on one H100 fits by less than the band of its pool."""
+    _, out, _ = run(capsys, "gemma-3-27b", "--gpu", "h100")
+    assert "Close: " in out
+    _, out, _ = run(capsys, "llama-3.1-8b", "--gpu", "h100")
+    assert "Close: " not in out
+
+
+def test_refused_cells_of_a_sweep_have_their_reason_below(capsys):
+    _, out, _ = run(capsys, "llama-3.1-8b", "--sweep", "tp=1,3")
+    assert "TP 3: -tp 3 cannot split 32 attention heads and 8 KV heads." in out
+
+
+def test_a_pool_in_blocks_is_not_mended_by_more_gpus(capsys):
+    """--num-gpu-blocks-override counts blocks: TP or fp8 KV leave its tokens as they are."""
+    code, out, _ = run(capsys, "llama-3.1-8b", "--num-gpu-blocks-override", "1000")
+    assert code == 1
+    assert "--max-model-len 15984" in out
+    assert "TP 2" not in out
+    assert max(map(len, out.splitlines())) <= 80

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,24 +207,100 @@ def test_first_lines_fit_80_columns_and_numbers_are_whole(capsys: pytest.Capture
         assert "\x1b" not in out, "no colour into a pipe"
 
 
-def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
-    """SIGINT during a run: exit 130, tables whole, requests so far in them."""
-    import signal
-    import time
+@pytest.mark.parametrize("sizes", [[], ["--block-size", "16", "--block-size", "32"]], ids=["one", "two"])
+def test_ctrl_c_keeps_what_there_is(sizes: list[str], tmp_path: Path) -> None:
+    """SIGINT during a run, also of several sizes in threads: exit 130, whole tables, requests so far in them.
 
-    command = [
-        sys.executable, "-m", "kvplan", "simulate", "--num-prompts", "3000000", "--random-input-len", "400",
-        "--random-output-len", "300", "--request-rate", "30", "-o", str(tmp_path / "run"),
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    The signal is sent from the first report of progress, so that it always comes while a run goes on.
+    """
+    code = (
+        "import os, signal, sys; from kvplan.cli import render, app; "
+        "render.Progress.update = lambda *a: os.kill(os.getpid(), signal.SIGINT) "
+        "if not hasattr(render, 'hit') and not setattr(render, 'hit', 1) else None; "
+        "sys.exit(app.main(sys.argv[1:]))"
     )
-    time.sleep(8)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    if process.returncode == 130 and (tmp_path / "run").exists():
-        summary: dict[str, Any] = pq.read_table(tmp_path / "run" / "summary.parquet").to_pylist()[0]
-        assert summary["interrupted"] is True
-        assert out.startswith("INTERRUPTED")
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
+    words = [
+        "simulate", "--num-prompts", "20000", "--random-input-len", "400", "--random-output-len", "300",
+        "--request-rate", "30", "-o", str(tmp_path / "run"), *sizes,
+    ]  # fmt: skip
+
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.startswith("INTERRUPTED")
+    assert "Traceback" not in done.stderr
+    rows: list[dict[str, Any]] = pq.read_table(tmp_path / "run" / "summary.parquet").to_pylist()
+    assert rows[0]["interrupted"] is True
+    assert 0 < rows[0]["completed"] < 20000
+    folder = tmp_path / "run" / ("block-16" if sizes else "")
+    status = pq.read_table(folder / "requests.parquet").column("status").to_pylist()
+    assert status.count("finished") == rows[0]["completed"]
+    assert status.count("unfinished") == 20000 - rows[0]["completed"]
+    assert not list(tmp_path.glob(".run*")), "nothing half-written is left"
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_target_without_a_value_is_said_and_not_nan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A one-token answer has no TPOT."""
+    one = jsonl(tmp_path / "one.jsonl", {"timestamp": 0, "input_length": 100, "output_length": 1})
+    code, out, _ = run(capsys, one, "--slo", "tpot=1ms")
+    assert (code, out.splitlines()[0]) == (0, "MEETS TARGET  TPOT p99 has no value (target 1 ms)")
+    _, out, _ = run(capsys, one, "--slo", "tpot=1ms", "--format", "json")
+    assert json.loads(out)[0]["verdict"]["targets"][0]["value_ms"] is None
+
+
+def test_when_none_is_served_the_first_line_and_the_cause_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--random-input-len", "200000", "--num-prompts", "20")
+    assert (code, out.splitlines()[0]) == (0, "NONE SERVED  of 20 requests")
+    assert "20 rejected (prompt not below max_model_len 131,072)" in " ".join(out.split())
+    assert "nan" not in out
+
+
+def test_a_table_of_sizes_shows_the_figures_of_its_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    """The column is the statistic that was asked for, not always p95."""
+    _, out, _ = run(
+        capsys, str(DEMO), "--block-size", "16", "--block-size", "64", "--slo", "e2el=10s,p50", "--slo",
+        "ttft=10s,mean",
+    )  # fmt: skip
+    head = next(line for line in out.splitlines() if line.lstrip().startswith("block "))
+    assert "E2E p50 ms" in head
+    assert "TTFT mean ms" in head
+    assert "p95" not in head
+
+
+def test_the_step_clock_counts_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, str(DEMO), "--clock", "steps")
+    assert "output tok/step" in out
+    assert "req/s," not in out
+
+
+def test_a_band_of_large_times_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, str(DEMO), "--max-num-seqs", "1")
+    assert "TTFT band" in out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_quiet_keeps_notes_off_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, str(DEMO), "--num-gpu-blocks-override", "700", "--quiet")
+    assert (code, err) == (0, "")
+
+
+def test_each_size_has_a_picture_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    run(capsys, str(DEMO), "--block-size", "16", "--block-size", "64", "--plot", str(tmp_path / "p.png"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p-block-16.png", "p-block-64.png"]
+
+
+def test_provenance_names_the_range_and_an_infinite_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run can be made again from its own description."""
+    words = ["--num-prompts", "5", "--random-input-len", "64", "--random-range-ratio", "0.5"]
+    _, out, _ = run(capsys, *words, "--request-rate", "inf")
+    text = " ".join(out.split())
+    assert "--random-range-ratio 0.5; all at once" in text
+    assert "inf/s" not in text

@@ -42,6 +42,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+SHARED_PER_SM_KIB = {80: 164, 89: 100, 90: 228, 100: 228}
 TRAITS = {80: (108, (8, 0)), 89: (128, (8, 9)), 90: (132, (9, 0)), 100: (148, (10, 0)), 942: (304, None)}
 
 
@@ -155,6 +156,25 @@ def read_amd(compiled: Any) -> dict[str, Any]:
     }
 
 
+def in_flight(found: dict[str, Any], kernel: Any, args: tuple, kwargs: dict, arch: int) -> dict[str, Any]:
+    """Programs that fit on one SM, by registers, shared memory and threads, and their KV bytes in flight.
+
+    A pipeline of ``num_stages`` holds num_stages - 1 tiles that are on their way.
+    """
+    threads = kwargs["num_warps"] * 32
+    by_registers = 65536 // (-(-found["registers"] // 8) * 8 * threads)
+    # A block also takes 1 KiB that the driver reserves (CUDA C++ Programming Guide, shared memory).
+    by_shared = (SHARED_PER_SM_KIB[arch] * 1024) // (found["shared_bytes"] + 1024)
+    programs = min(by_registers, by_shared, 2048 // threads)
+    cache = next(arg for name, arg in zip(kernel.arg_names, args, strict=False) if name.endswith("_cache"))
+    numbers = kwargs["LATENT"] + kwargs["ROPE"] if "LATENT" in kwargs else 2 * kwargs.get("DIM", 0)
+    tile_bytes = kwargs["TILE"] * numbers * cache.element_size()
+    return {
+        "programs_per_sm": programs,
+        "in_flight_bytes": programs * (kwargs.get("num_stages", 1) - 1) * tile_bytes,
+    }
+
+
 def traits_of(arch: int) -> Callable[[Any], tuple[int, tuple[int, int] | None]]:
     return lambda _tensor: TRAITS[arch]
 
@@ -225,7 +245,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):
             compiled = compile_launch(kernel, args, kwargs, arch)
         result[name] = read_amd(compiled) if arch == 942 else read_cuda(compiled)
-        result[name] |= {key: kwargs.get(key) for key in ("num_warps", "num_stages", "TILE", "SWAP_AB")}
+        if name != "_combine_kernel" and "TILE" in kwargs and arch != 942:
+            result[name] |= in_flight(result[name], kernel, args, kwargs, arch)
     return result
 
 

@@ -32,6 +32,9 @@ if HAVE_TRITON:
     os.environ["TRITON_INTERPRET"] = "1"
     for module in pkgutil.iter_modules(kvplan.kernels.__path__, "kvplan.kernels."):
         importlib.import_module(module.name)
+    # Loaded by triton at a first launch otherwise, which may come from a test elsewhere, in the other mode.
+    if importlib.util.find_spec("triton.experimental.gluon"):
+        importlib.import_module("triton.experimental.gluon")
 
     if before is None:
         del os.environ["TRITON_INTERPRET"]
@@ -71,7 +74,9 @@ def compile_kernels() -> Iterator[Callable[..., dict[str, Any]]]:
         reply = json.loads(worker.stdout.readline() or '{"error": "the compile worker ended"}')
         assert "error" not in reply, reply["error"]
         for kernel, found in reply.items():
-            FOUND.append((" ".join(str(value) for value in request.values()), kernel, found))
+            plain = ("kernel", "arch", "dtype", "kv_dtype")
+            words = [str(value) if key in plain else f"{key}={value}" for key, value in request.items()]
+            FOUND.append((" ".join(words), kernel, found))
         return reply
 
     yield ask
@@ -83,14 +88,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not FOUND or not config.getoption("--full-compile", default=False):
         return
     terminalreporter.section("compiled kernels")
-    terminalreporter.line(
-        f"{'launch':64}{'regs':>6}{'stack B':>9}{'shared KiB':>12}{'16 B loads':>12}  tensor core"
-    )
+    columns = f"{'regs':>6}{'stack B':>9}{'shared KiB':>12}{'16 B loads':>12}"
+    columns += f"{'programs/SM':>13}{'KiB in flight/SM':>18}"
+    terminalreporter.line(f"{'launch':64}{columns}  tensor core")
     for launch, kernel, found in FOUND:
-        if kernel != "_combine_kernel":
-            shared_kib = found["shared_bytes"] / 1024
-            numbers = (
-                f"{found['registers']:6}{found['stack_bytes']:9}{shared_kib:12.1f}{found['loads']['16']:12}"
-            )
-            instructions = f"{found['tensor_core']} x {', '.join(found['mma']) or '-'}"
-            terminalreporter.line(f"{launch:64}{numbers}  {instructions}")
+        if kernel == "_combine_kernel":
+            continue
+        numbers = f"{found['registers']:6}{found['stack_bytes']:9}{found['shared_bytes'] / 1024:12.1f}"
+        numbers += f"{found['loads']['16']:12}{found.get('programs_per_sm', '-'):>13}"
+        numbers += f"{found['in_flight_bytes'] // 1024:18}" if "in_flight_bytes" in found else f"{'-':>18}"
+        instructions = f"{found['tensor_core']} x {', '.join(found['mma']) or '-'}"
+        terminalreporter.line(f"{launch:64}{numbers}  {instructions}")

@@ -34,6 +34,43 @@ NAMES = {
 }
 
 
+# The line is stage 0's; the stage that decides has what the row's note says (75.23 - 9.60 and - 6.34 GiB).
+DECIDING_STAGE_GIB = {
+    "llmd-meta-llama-llama-3-1-8b-h100-80gb-tp1pp2dp1-8192": 65.63,
+    "llmd-meta-llama-llama-3-1-8b-h100-80gb-tp1pp4dp1-8192": 68.89,
+}
+
+# Flags that the log does not state and the row's note infers from its figures.
+INFERRED_FLAGS: dict[str, dict[str, Any]] = {
+    "idx-glm47-nvfp4-tp4": {"kv_cache_dtype": "fp8"},
+    "club3090-642-qwen36-27b-int4": {"kv_cache_dtype": "fp8", "num_speculative_tokens": 3},
+    "idx-qwen36-27b-5060ti-tp4": {"num_speculative_tokens": 3},
+    "idx-qwen38-27b-fp8-l40s-090": {"enable_prefix_caching": False, "max_num_seqs": 16},
+    "idx-qwen38-27b-fp8-l40s-seqs16": {"enable_prefix_caching": False},
+}
+
+# Rows that stay wrong, with the reason.
+MISSES = {
+    "idx-deepseek-r1-h20-v0": "engine V0 padded the MLA entry of 576 elements to 640",
+    "idx-gemma4-31b-fp8-tp2-pinned": "a draft model (MTP k=4) that is not named shares the pool",
+    "idx-qwen3next-80b-w4a16-092": "its other flags are not stated",
+    "idx-qwen35-122b-nvfp4-mtp-thor": "no version; twice the tokens of the four groups its shape gives",
+    "idx-qwen35-122b-nvfp4-nomtp-thor": "no version; a block size that no rule here gives",
+}
+
+# High-confidence rows whose model nobody can resolve here.
+UNRESOLVED = {
+    "vllm12126-llama32-11b-vision": "cross-attention layers: not in the catalogue (engine V0)",
+    "idx-ministral3-14b-tp2": "not in the catalogue",
+    "idx-dsv4-flash-pro5000-tp8": "compressed attention is refused by name",
+    "idx-zamba2-27b": "shared attention blocks: not in the catalogue",
+}
+
+
+# The card has twice the catalogue's namesake: the row's note derives 139.8 GiB from two utilisations.
+TOTAL_GIB = {"recipes12-qwen3coder480b-090": 139.8, "recipes12-qwen3coder480b-095": 139.8}
+
+
 def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in shared_path("evidence", "kv_sizing.jsonl").open()]
 

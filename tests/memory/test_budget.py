@@ -14,13 +14,10 @@ import pytest
 
 from kvplan.errors import InputError
 from kvplan.memory.budget import Budget, activation_peak, graphs_inside, stage_budget
-from kvplan.memory.capacity import weights_term
+from kvplan.memory.capacity import estimate, weights_term
 from kvplan.spec.catalogue import find_gpu, find_model
 from kvplan.spec.engine import EngineSettings, resolve
-from tests.memory.kv_rows import GIB, model_of, rows, settings_of, version_of
-
-# The card has twice the catalogue's namesake: the row's note derives 139.8 GiB from two utilisations.
-TOTAL_GIB = {"recipes12-qwen3coder480b-090": 139.8, "recipes12-qwen3coder480b-095": 139.8}
+from tests.memory.kv_rows import GIB, TOTAL_GIB, model_of, rows, settings_of, version_of
 
 
 def scored() -> list[tuple[dict[str, Any], Budget]]:
@@ -134,3 +131,24 @@ def test_engine_v0_is_refused():
     engine = resolve(settings, model, gpu)
     with pytest.raises(InputError, match="V0"):
         stage_budget(model, gpu, engine, weights_term(model, settings, 0))
+
+
+def test_a_card_without_bfloat16_loads_in_another_type():
+    """vLLM 0.32, platforms/cuda.py and config/model.py: below compute capability 8.0 bfloat16 becomes
+    float16, for Gemma 2 and 3 float32, which doubles weights and KV; asked for by name it is refused."""
+    t4, l4 = find_gpu("t4"), find_gpu("l4")
+    llama, gemma = find_model("llama-3.2-1b").spec, find_model("gemma-3-1b").spec
+    short = EngineSettings(max_model_len=2048)
+    assert estimate(llama, t4, short).engine.dtype == "float16"
+    assert estimate(llama, l4, short).engine.dtype == "bfloat16"
+    on_t4, on_l4 = estimate(gemma, t4, short), estimate(gemma, l4, short)
+    assert on_t4.engine.dtype == "float32"
+    assert on_t4.budget is not None
+    assert on_l4.budget is not None
+    assert on_t4.budget.weights.bytes == pytest.approx(
+        2 * on_l4.budget.weights.bytes, rel=0.02
+    )  # allocator blocks
+    assert on_t4.layout.bytes_per_token == 2 * on_l4.layout.bytes_per_token
+    assert any("has no bfloat16" in said for said in on_t4.assumptions)
+    with pytest.raises(InputError, match=r"needs compute capability 8\.0"):
+        estimate(llama, t4, replace(short, dtype="bfloat16"))

@@ -93,3 +93,14 @@ def test_plot_errors_are_one_line_before_the_run(tmp_path: Path, monkeypatch: py
 def test_importing_plots_imports_no_matplotlib() -> None:
     code = "import sys, kvplan.results.plots; print('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_log_axis_has_plain_numbers() -> None:
+    """5, 20, 1,000: no powers of ten, also within one decade."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    plots.draw_latency(axes, REQUESTS, [])
+    figure.canvas.draw()
+    shown = [label.get_text() for label in axes.get_xticklabels() + axes.get_xticklabels(minor=True)]
+    assert [text for text in shown if text]
+    assert not [text for text in shown if "10^" in text or "times" in text]

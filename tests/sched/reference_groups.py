@@ -39,9 +39,9 @@ class FullAttention:
         """Leading tokens that no later query reads."""
         return 0
 
-    def most_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Most blocks that a request holds at once."""
-        return cdiv(max_model_len, self.block_size)
+    def most_blocks(self, tokens: int, max_in_flight_tokens: int) -> int:
+        """Most blocks that a request of ``tokens`` tokens holds at once; caps the check of 3.1 (8.4)."""
+        return cdiv(tokens, self.block_size)
 
     def hit(self, has: Callable[[int], bool], bound: int) -> tuple[int, int]:
         """Blocks first..end-1 of the longest cached prefix of at most ``bound`` tokens (5.6); null before."""
@@ -73,8 +73,8 @@ class SlidingWindow(FullAttention):
     def skipped_tokens(self, computed: int) -> int:
         return max(computed - self.window + 1, 0)
 
-    def most_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        return cdiv(min(self.window - 1 + max_in_flight_tokens, max_model_len), self.block_size) + 1
+    def most_blocks(self, tokens: int, max_in_flight_tokens: int) -> int:
+        return cdiv(min(self.window - 1 + max_in_flight_tokens, tokens), self.block_size) + 1
 
     def hit(self, has: Callable[[int], bool], bound: int) -> tuple[int, int]:
         """From right to left to a whole window; a shorter run counts if it starts at block 0 (8.6)."""
@@ -101,8 +101,8 @@ class ChunkedLocal(FullAttention):
     def skipped_tokens(self, computed: int) -> int:
         return computed // self.chunk * self.chunk
 
-    def most_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        return cdiv(min(self.chunk + max_in_flight_tokens, max_model_len), self.block_size)
+    def most_blocks(self, tokens: int, max_in_flight_tokens: int) -> int:
+        return cdiv(min(self.chunk + max_in_flight_tokens, tokens), self.block_size)
 
     def hit(self, has: Callable[[int], bool], bound: int) -> tuple[int, int]:
         """Blocks before the chunk that holds the bound count as present (8.6)."""
@@ -120,6 +120,10 @@ class Mamba(SlidingWindow):
     """
 
     window: int = 2
+
+    def most_blocks(self, tokens: int, max_in_flight_tokens: int) -> int:
+        """The state and the next one; never binds, as a chunk takes one block however long it is."""
+        return cdiv(tokens, self.block_size)
 
     def first_written(self, held: int, required: int) -> int:
         """A chunk writes one state, at its end."""
@@ -190,7 +194,7 @@ class KVCache:
         for g, kind in enumerate(self.groups):
             blocks = cdiv(tokens, kind.block_size)
             if capped:
-                blocks = min(blocks, kind.most_blocks(self.max_in_flight_tokens, self.max_model_len))
+                blocks = min(blocks, kind.most_blocks(self.max_model_len, self.max_in_flight_tokens))
             if hit is None:
                 held = len(self.tables[request.index][g].blocks)
             else:
@@ -199,6 +203,16 @@ class KVCache:
                 need += sum(block is not NULL and block.references == 0 for block in hit.blocks[g][skipped:])
             need += max(blocks - kind.first_written(held, blocks), 0)
         return need
+
+    def can_ever_fit(self, tokens: int) -> bool:
+        """Whether the empty pool holds a request of ``tokens`` tokens at its end."""
+        most = 0
+        for kind in self.groups:
+            blocks = cdiv(tokens, kind.block_size)
+            most += min(
+                blocks, 2 if isinstance(kind, Mamba) else kind.most_blocks(tokens, self.max_in_flight_tokens)
+            )
+        return most <= self.pool.num_gpu_blocks - 1
 
     def admit(self, request: Request, hit: Hit, n: int, reserve_full: bool, watermark: int) -> bool:
         """Give a waiting request the blocks of its first chunk, if they are free (3)."""

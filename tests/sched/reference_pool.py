@@ -85,6 +85,7 @@ class Block:
     key: int | None = None  # while it is in the table of cached blocks
     group: int = 0  # of that key
     written: tuple[Run, ...] = ()  # what the model wrote there: for the invariants only
+    promised: bool = False  # cached in a step that then unscheduled its request: never written (4.3, 5.4)
 
 
 NULL = Block(0, references=1)  # stands for a block that is no longer, or never was, needed (5.1)
@@ -129,7 +130,7 @@ class BlockPool:
             if block.key is not None:
                 self.forget(block)
             block.references = 1
-            block.written = ()
+            block.written, block.promised = (), False
             taken.append(block)
         return taken
 

@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests.conftest import shared_path
-from tests.sched.reference_scheduler import Request, Settings, StepRecord, simulate
+from tests.sched.reference_model import Request, Settings, StepRecord
+from tests.sched.reference_scheduler import simulate
 
 # Column of the record: ours, where they differ.
 RENAMED = {
@@ -79,14 +80,15 @@ def read_requests(trace: str, id_tokens: int) -> Iterator[Request]:
             )
 
 
-def first_difference(record: Record, steps: list[StepRecord]) -> str | None:
-    """The first step and columns in which a run and the record differ; None when all are equal."""
+def first_difference(record: Record, steps: list[StepRecord], limit: int | None = None) -> str | None:
+    """The first step, and columns, in which a run and the record's first ``limit`` steps differ, or None."""
+    length = len(record.steps["step"][:limit])
     columns = [name for name in record.steps if name != "step"]
     if not record.meta["settings"]["record_blocks"]:
         columns = [name for name in columns if name not in ("alloc_block_ids", "free_head8")]
-    for at, recorded_step in enumerate(record.steps["step"]):
+    for at, recorded_step in enumerate(record.steps["step"][:limit]):
         if at == len(steps):
-            return f"{len(steps)} steps, recorded {len(record.steps['step'])}"
+            break
         wrong = []
         for name in ["step", *columns]:
             recorded = record.steps[name][at]
@@ -95,10 +97,8 @@ def first_difference(record: Record, steps: list[StepRecord]) -> str | None:
                 wrong.append(f"{name}: {ours}, recorded {recorded}")
         if wrong:
             return f"step {recorded_step}: " + "; ".join(wrong)
-    if len(steps) > len(record.steps["step"]):
-        return f"{len(steps)} steps, recorded {len(record.steps['step'])}"
-    return None
+    return None if len(steps) == length else f"{len(steps)} steps, recorded {length}"
 
 
-def replay(record: Record, check: bool = False) -> list[StepRecord]:
-    return simulate(settings_of(record), requests_of(record), check)
+def replay(record: Record, check: bool = False, steps: int | None = None) -> list[StepRecord]:
+    return simulate(settings_of(record), requests_of(record), check, steps)

@@ -9,125 +9,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
+from tests.sched.reference_check import Ledger
 from tests.sched.reference_groups import ChunkedLocal, FullAttention, KVCache, Mamba, SlidingWindow
-from tests.sched.reference_pool import BlockPool, Content, Keys
-
-Version = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """vLLM's own names; ``groups`` are "full", "window:W", "chunk:C" or "mamba", in the engine's order."""
-
-    num_gpu_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    enable_prefix_caching: bool = True
-    policy: str = "fcfs"
-    async_scheduling: bool = False
-    watermark: float = 0.0
-    scheduler_reserve_full_isl: bool = True
-    engine_version: str = "0.32.0"
-    groups: tuple[str, ...] = ("full",)
-    prefix_cache_retention_interval: int | None = 0
-
-    @property
-    def version(self) -> Version:
-        return tuple(int(part) for part in self.engine_version.split("."))
-
-    def has(self, rule: str) -> bool:
-        return self.version >= FIRST_RELEASE[rule]
-
-    @property
-    def max_in_flight_tokens(self) -> int:
-        """Tokens in batches under way at once (8.4)."""
-        batches = 2 if self.async_scheduling and self.has("window cap counts batches in flight") else 1
-        return batches * self.max_num_batched_tokens
-
-
-# Section 9: the first release whose sources have the rule. All others hold in every release.
-FIRST_RELEASE: dict[str, Version] = {
-    "reserve the full prompt": (0, 19, 0),
-    "unhashed blocks to the front": (0, 26, 0),
-    "watermark": (0, 26, 0),
-    "window cap counts batches in flight": (0, 26, 0),
-    "sparse retention": (0, 29, 0),
-    "priority index moves back by list position": (0, 29, 0),
-    "lone request exempt from threshold": (0, 32, 0),
-}
-
-
-@dataclass(eq=False)
-class Request:
-    """``segments`` are (stream, start, length) of the prompt; ``output_stream`` is that of the answer."""
-
-    index: int
-    arrival_step: int
-    segments: list[tuple[Any, int, int]]
-    output_stream: Any
-    max_tokens: int
-    priority: int = 0
-    tenant: Any = None
-
-    output_tokens: int = 0
-    computed: int = 0  # tokens whose KV is there, or under way in a batch
-    delivered: int = 0  # of them, those whose batch has come back
-    placeholders: int = 0  # sampled tokens in flight: scheduled, not delivered (1.3)
-    preemptions: int = 0
-    keys: list[int] = field(default_factory=list)
-    junction: int = 0  # where its prefix was longer in some kind of layer than in all, else 0 (8.7)
-
-    def __post_init__(self) -> None:
-        self.content = Content([*self.segments, (self.output_stream, 0, self.max_tokens)])
-        self.prompt_tokens = sum(length for _, _, length in self.segments)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
-
-    @property
-    def ends(self) -> int:
-        """Prompt and outputs at the latest end, before max_model_len (7.1)."""
-        return self.prompt_tokens + self.max_tokens
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        return self.priority, self.arrival_step, self.index
-
-
-@dataclass
-class StepRecord:
-    """The columns of ../shared/oracle (its README): indices of requests, tokens, blocks."""
-
-    step: int
-    sched_req: list[int] = field(default_factory=list)
-    sched_tok: list[int] = field(default_factory=list)
-    new: list[int] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    first_token: list[int] = field(default_factory=list)
-    running: list[int] = field(default_factory=list)
-    n_waiting: int = 0
-    waiting_head: list[int] = field(default_factory=list)
-    free_before: int = 0
-    free_after_schedule: int = 0
-    free_after_update: int = 0
-    used_after_schedule: int = 0
-    cache_query_tokens: int = 0
-    cache_hit_tokens: int = 0
-    preempt_cache_query_tokens: int = 0
-    preempt_cache_hit_tokens: int = 0
-    alloc_block_ids: list[int] = field(default_factory=list)
-    free_head8: list[int] = field(default_factory=list)
+from tests.sched.reference_model import Request, Settings, StepRecord
+from tests.sched.reference_pool import BlockPool, Keys
 
 
 @dataclass(frozen=True)
@@ -211,6 +99,16 @@ class Scheduler:
     def unfinished(self) -> bool:
         return bool(self.running or len(self.waiting))
 
+    def add(self, request: Request) -> None:
+        """Reject what can never run: a prompt without room for an output (3.5), or more than the pool."""
+        end = min(request.ends, self.settings.max_model_len)
+        too_long = request.prompt_tokens >= self.settings.max_model_len
+        if too_long or not self.cache.can_ever_fit(end - 1):
+            request.status = "rejected"
+        else:
+            request.status = "waiting"
+            self.waiting.add(request)
+
     # ------------------------------------------------------------------------------------ schedule()
 
     def schedule(self, record: StepRecord) -> list[Scheduled]:
@@ -240,13 +138,15 @@ class Scheduler:
         if first >= max(request.prompt_tokens, request.num_tokens - 1):
             return n  # decode
         size, end = self.settings.block_size, first + n
-        last = (request.num_tokens - 1) // size * size
+        last = (request.num_tokens - 1) // size * size  # where a lookup of the same tokens would end (5.6)
         if end < last:
-            end = end // size * size
-        for stop in (request.junction // size * size, last):
-            if first < stop < end:
-                return stop - first
-        return max(end - first, 0)
+            aligned = end // size * size
+            if aligned > first or size <= self.limited(self.settings.max_num_batched_tokens):
+                end = aligned  # else no chunk can hold a block: go on within it
+        stops = [last, (first // size + 1) * size if first % size else last]
+        if first < request.junction < end:
+            stops.append(first + (request.junction - first) // size * size)
+        return max(min([end, *(stop for stop in stops if first < stop)]) - first, 0)
 
     def schedule_running(self, record: StepRecord) -> None:
         self.at = 0
@@ -279,6 +179,9 @@ class Scheduler:
         self.running.remove(victim)
         was_scheduled = victim in self.tokens
         if was_scheduled:
+            for kind, table in zip(self.cache.groups, self.cache.tables[victim.index], strict=True):
+                for block in table.blocks[victim.computed // kind.block_size :]:
+                    block.promised = block.key is not None
             self.budget += self.tokens.pop(victim)
             del self.new_blocks[victim]
         by_place = self.settings.has("priority index moves back by list position")
@@ -287,6 +190,7 @@ class Scheduler:
         self.cache.free(victim)
         victim.computed = 0
         victim.preemptions += 1
+        victim.status = "waiting"
         self.waiting.put_back(victim)
         record.preempted.append(victim.index)
         return victim
@@ -313,6 +217,7 @@ class Scheduler:
                 break
             self.waiting.pop()
             self.running.append(request)
+            request.status = "running"
             request.computed = request.delivered = hit.tokens
             self.tokens[request] = n
             self.budget -= n
@@ -348,12 +253,13 @@ class Scheduler:
             request.placeholders -= 1
             if request.output_tokens == 1:
                 record.first_token.append(request.index)
-            is_running = request.index in self.cache.tables
+            is_running = request.status == "running"
             if self.settings.async_scheduling and is_running:  # (1.3)
                 self.cache.remember(request, request.computed - request.placeholders)
             if request.num_tokens >= min(request.ends, self.settings.max_model_len):
                 record.finished.append(request.index)
                 self.cache.free(request)
+                request.status = "finished"
                 (self.running if is_running else self.waiting).remove(request)
 
     # --------------------------------------------------------------------------------------- records
@@ -374,10 +280,13 @@ class Scheduler:
         record.alloc_block_ids = tables(record.new) + grown + tables(record.resumed)
 
 
-def simulate(settings: Settings, requests: list[Request], check: bool = False) -> list[StepRecord]:
-    """Run all requests to their end, a step at a time (1); ``check`` tests invariants after every step."""
-    from tests.sched.reference_check import Ledger
+def simulate(
+    settings: Settings, requests: list[Request], check: bool = False, steps: int | None = None
+) -> list[StepRecord]:
+    """Run all requests to their end, a step at a time (1), or the first ``steps`` steps.
 
+    ``check`` tests the invariants after every step. A request that can never fit is rejected (3.5).
+    """
     scheduler = Scheduler(settings)
     ledger = Ledger(scheduler) if check else None
     to_come = deque(sorted(requests, key=lambda request: (request.arrival_step, request.index)))
@@ -388,13 +297,19 @@ def simulate(settings: Settings, requests: list[Request], check: bool = False) -
         if not scheduler.unfinished:  # the engine does not step when nothing is unfinished (1.4)
             step = max(step, to_come[0].arrival_step)
         while to_come and to_come[0].arrival_step <= step:
-            scheduler.waiting.add(to_come.popleft())
+            scheduler.add(to_come.popleft())
+        if not scheduler.unfinished:
+            continue
         record = StepRecord(step, free_before=scheduler.pool.free)
         batch = scheduler.schedule(record)
-        in_flight.append(batch)
+        if not (batch or scheduler.running or record.preempted or in_flight):
+            scheduler.waiting.pop().status = "rejected"  # the head will never be admitted: not a hang
+            continue
+        if batch:
+            in_flight.append(batch)
         if ledger:
             ledger.write(batch)
-        if not (settings.async_scheduling and batch and len(in_flight) < 2):
+        if in_flight and not (settings.async_scheduling and batch and len(in_flight) < 2):
             scheduler.update(in_flight.popleft(), record)
         record.free_after_update = scheduler.pool.free
         record.free_head8 = list(islice(scheduler.pool.free_queue, 8))
@@ -404,4 +319,6 @@ def simulate(settings: Settings, requests: list[Request], check: bool = False) -
         if ledger:
             ledger.check_invariants()
         step += 1
+        if len(records) == steps:
+            break
     return records

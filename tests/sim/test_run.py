@@ -42,7 +42,8 @@ def statuses(run: Run) -> list[int]:
 
 def assert_conserved(run: Run, trace: Trace) -> None:
     ended = np.isin(
-        run.requests.status, [core.DONE, core.TOO_LONG, core.NO_ROOM, core.CANCELLED, core.TIMED_OUT]
+        run.requests.status,
+        [core.DONE, core.TOO_LONG, core.NO_ROOM, core.EMPTY, core.CANCELLED, core.TIMED_OUT],
     )
     assert ended.all(), "each request ends in exactly one status"
     assert int(run.count["free"]) == run.rules.num_blocks - 1, "all blocks return"
@@ -246,6 +247,58 @@ def test_a_run_in_small_pieces_is_the_same_run(monkeypatch: pytest.MonkeyPatch) 
     assert whole.requests.tobytes() == pieces.requests.tobytes()
 
 
+def test_a_pause_of_two_days_is_empty_in_the_timeline() -> None:
+    """Steps alone would show the last request running for two days; all blocks are back by then."""
+    day_s = 86_400.0
+    trace = trace_of([1000, 1000], [10, 10], [0.0, 2 * day_s])
+    for asynchronous in (False, True):
+        run = simulate(trace, RULES._replace(record=False, asynchronous=asynchronous), steps_clock())
+        t = timeline_columns(run)
+        at = int(np.searchsorted(t["time_s"], day_s, side="right")) - 1
+        assert (t["running"][at], t["waiting"][at], t["used_blocks"][at], t["live_tokens"][at]) == (
+            0,
+            0,
+            0,
+            0,
+        )
+        # 1,000 + 10 tokens, the last one never computed: 63 full blocks of 16
+        assert t["cached_blocks"][at] == 63
+        assert t["time_s"][at + 1] == 2 * day_s
+        assert (t["used_blocks"][-1], t["cached_blocks"][-1]) == (0, 126)
+        off = simulate(trace, RULES._replace(record=False, prefix_caching=False), steps_clock())
+        assert timeline_columns(off)["cached_blocks"].max() == 0
+
+
+def test_a_long_run_keeps_its_pauses_when_rows_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplan.sim.run.MAX_TIMELINE_ROWS", 300)
+    monkeypatch.setattr("kvplan.sim.run.STEPS_PER_CALL", 50)
+    trace = trace_of([100] * 20, [200] * 20, [1000.0 * i for i in range(20)])
+    run = simulate(trace, RULES._replace(record=False), steps_clock())
+    t = timeline_columns(run)
+    assert run.row_stride > 1
+    assert len(t["time_s"]) <= 400
+    busy = float((t["running"][:-1] * np.diff(t["time_s"])).sum())
+    assert busy == pytest.approx(20 * 200, rel=0.1), "20 requests of 200 steps, 800 s apart"
+
+
+def test_means_are_from_the_first_arrival() -> None:
+    """One request that arrives at 0.9 s: it runs during the whole run, not during a part of a second."""
+    trace = trace_of([100], [50], [0.9])
+    clock = steps_clock()._replace(fixed_step_s=0.0, linear_s=np.full(3000, 1e-3))
+    run = simulate(trace, RULES._replace(record=False), clock)
+    assert summary(run, trace, 1)["mean_running"] == pytest.approx(1.0)
+
+
+def test_stop_ends_a_run_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplan.sim.run.STEPS_PER_CALL", 100)
+    trace = trace_of([100] * 50, [60] * 50, [10.0 * i for i in range(50)])
+    run = simulate(trace, RULES._replace(record=False), steps_clock(), stop=lambda: True)
+    s = summary(run, trace, 1)
+    assert s["interrupted"] is True
+    assert 0 < s["completed"] < 50
+    assert s["completed"] + s["unfinished"] == 50
+
+
 # --------------------------------------------------- bugs of other simulators (USERS_ASK.md, ten bugs, 1-10)
 
 
@@ -314,3 +367,12 @@ def test_a_fully_cached_prompt_computes_one_block_and_does_not_stall() -> None:
     run = simulate(trace, RULES, steps_clock())
     assert int(run.requests.hit[1]) == 144
     assert_conserved(run, trace)
+
+
+def test_an_empty_prompt_is_rejected_and_does_not_hang() -> None:
+    """7.9 % of BurstGPT's rows are failures with 0 tokens (TRACE_FORMATS.md): kept, counted, not run."""
+    for asynchronous in (False, True):
+        trace = trace_of([4, 0, 5], [2, 0, 2])
+        run = simulate(trace, RULES._replace(asynchronous=asynchronous), steps_clock())
+        assert request_columns(run, trace)["status"] == ["finished", "rejected_empty", "finished"]
+        assert int(run.count["rejected"]) == 1

@@ -127,6 +127,13 @@ BYTES = [
     ("Latin-1", GOOD.encode() + '{"id": "ä"}\n'.encode("latin-1"), 2, "byte 0xe4 is not UTF-8 text"),
     ("UTF-16", GOOD.encode("utf-16"), None, "is UTF-16 text"),
     ("Parquet", b"PAR1" + bytes(50), None, "is a Parquet file"),
+    (
+        "LFS pointer",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:41ac\n",
+        None,
+        "a Git LFS pointer",
+    ),
+    ("web page", b"<!DOCTYPE html>\n<html></html>\n", None, "is a web page"),
     ("zip", b"PK\x03\x04" + bytes(50), None, "is a zip archive"),
     ("zstd", b"\x28\xb5\x2f\xfd" + bytes(50), None, "is zstd data"),
     (
