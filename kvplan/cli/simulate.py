@@ -21,6 +21,7 @@ from kvplan.errors import InputError
 if TYPE_CHECKING:
     from kvplan.memory.capacity import PoolPlan
     from kvplan.results.metrics import Slo, SloResult
+    from kvplan.sched.groups import Group
     from kvplan.sim.run import Run
     from kvplan.sim.steptime import Calibration
     from kvplan.trace.schema import Trace
@@ -98,6 +99,10 @@ def simulate_command(
         str | None, typer.Option(metavar="C", help="Closed loop of C requests")
     ] = None,
     speed_up: Annotated[str | None, typer.Option(metavar="X", help="Divide the trace's times by X")] = None,
+    kv_groups: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="full, swa:W:N, chunk:SIZE:N, mamba:N, swaonly:W [by model]"),
+    ] = None,
     unlimited: Annotated[bool, typer.Option("--unlimited", help="A pool that never runs out")] = False,
     clock: Annotated[ClockKind, typer.Option(help="What a step lasts")] = ClockKind.MODELLED,
     calibration: Annotated[
@@ -143,9 +148,11 @@ def simulate_command(
     sizes = [Flag("block_size", int, "", high=1 << 20).parse(text) for text in block_size or ()]
     sizes = list(dict.fromkeys(sizes))  # the same size twice is one run
     plans = _plans(target, sizes or [target.settings.block_size], allocation, unlimited, quiet)
+    groups = _groups(target, plans, kv_groups, allocation)
     refused = next((plan for plan in plans if plan.verdict.fits is False), None)
     if refused is not None:
-        if not unlimited and flags.settings.num_gpu_blocks_override is None:
+        by_hand = flags.settings.num_gpu_blocks_override is not None or kv_groups is not None
+        if not unlimited and not by_hand:
             render.write(f"DOES NOT START  {refused.verdict.reason}")
             render.note("  Why, and what would fit: kvplan estimate with the same flags", quiet)
             raise typer.Exit(1)
@@ -156,6 +163,7 @@ def simulate_command(
     cases = _run_all(
         target,
         plans,
+        groups,
         requests,
         concurrency,
         clock,
@@ -166,7 +174,7 @@ def simulate_command(
         record_decisions,
         quiet,
     )
-    assumptions = _assumptions(target, plans[0], load, clock, adjust, fitted_on)
+    assumptions = _assumptions(target, plans[0], groups[0], load, clock, adjust, fitted_on)
     report(target, cases, requests, assumptions, allocation, clock is ClockKind.STEPS, format)
     if output is not None:
         write_run(output, cases, requests, target, assumptions, record_decisions, quiet)
@@ -227,12 +235,6 @@ def _plans(
         if allocation != "paged":  # contiguous space cannot be shared
             settings = replace(settings, enable_prefix_caching=False)
         plan = pool_for(target.model, target.gpu, settings)
-        if len(plan.groups) > 1:
-            raise InputError(
-                f"{target.model.name} keeps {len(plan.groups)} KV groups (windows or states beside full "
-                "attention); simulate handles one so far.\n"
-                "  --disable-hybrid-kv-cache-manager runs windowed layers as full attention."
-            )
         if target.bare and plan.num_gpu_blocks < 2 and not unlimited:
             raise InputError(
                 "--layers ... give no weights, so no pool: add --num-gpu-blocks-override or "
@@ -242,9 +244,31 @@ def _plans(
     return plans
 
 
+def _groups(
+    target: Target, plans: Sequence[PoolPlan], kv_groups: str | None, allocation: str
+) -> list[tuple[Group, ...]]:
+    """The KV groups of each plan: the model's, or those of `--kv-groups`."""
+    from kvplan.sched.groups import describe, is_hybrid, parse_groups
+    from kvplan.sim.rules import check_retention, groups_for
+
+    if kv_groups is not None:
+        by_hand = parse_groups(kv_groups)
+        check_retention(plans[0].engine, by_hand)
+        groups = [by_hand] * len(plans)
+    else:
+        groups = [groups_for(target.model.name, plan.engine, plan.groups) for plan in plans]
+    if allocation != "paged" and is_hybrid(groups[0]):
+        raise InputError(
+            f"--allocation {allocation} needs one KV group of full attention, not {describe(groups[0])}.\n"
+            "  --kv-groups full or --disable-hybrid-kv-cache-manager keeps every token of every layer."
+        )
+    return groups
+
+
 def _run_all(
     target: Target,
     plans: Sequence[PoolPlan],
+    groups: Sequence[tuple[Group, ...]],
     requests: Trace,
     concurrency: int,
     clock: ClockKind,
@@ -276,7 +300,7 @@ def _run_all(
         blocks = plan.num_gpu_blocks
         lengths = sim.stop_lengths(requests, plan.engine.max_model_len)
         if unlimited:
-            blocks = int((-(-lengths // plan.block_size)).sum()) + 2
+            blocks = len(groups[i]) * int((-(-lengths // plan.block_size)).sum()) + 2
             if blocks > MAX_UNLIMITED_BLOCKS:
                 raise InputError(
                     f"--unlimited would need {blocks:,} blocks here; use --num-gpu-blocks-override."
@@ -291,7 +315,15 @@ def _run_all(
 
         seconds = _clock(target, plan, clock, adjust)
         keys = sim.keys_for(requests, rules)
-        run = sim.simulate(requests, rules, seconds, keys=keys, reserve=reserve, progress=show, stop=stop)
+        pool: dict[str, Any] = {
+            "groups": groups[i],
+            "in_flight_tokens": plan.engine.max_in_flight_tokens,
+            "dense_retention": plan.engine.prefix_cache_retention_interval is None,
+            "reserve": reserve,
+            "keys": keys,
+            "stop": stop,
+        }
+        run = sim.simulate(requests, rules, seconds, progress=show, **pool)
         itl_s, weights = inter_token_latencies(run)
         result = summary(run, requests, plan.bytes_per_block, slos, allocation)
         band = None
@@ -301,9 +333,7 @@ def _run_all(
             share = envelope_for(target.model, target.gpu, _resolved_settings(plan), adjust).tpot_median
 
             def ttft(factor: float) -> dict[str, float]:
-                end = sim.simulate(
-                    requests, rules, stretched(seconds, factor), keys=keys, reserve=reserve, stop=stop
-                )
+                end = sim.simulate(requests, rules, stretched(seconds, factor), **pool)
                 ends = summary(end, requests, plan.bytes_per_block, (), allocation)
                 return {key: value for key, value in ends.items() if key.endswith("_ttft_ms")}
 
@@ -370,12 +400,21 @@ def _resolved_settings(plan: PoolPlan) -> Any:
 def _assumptions(
     target: Target,
     plan: PoolPlan,
+    groups: tuple[Group, ...],
     load: Load,
     clock: ClockKind,
     adjust: Calibration | None,
     fitted_on: dict[str, Any],
 ) -> list[str]:
     said = [*target.notes, *plan.assumptions]
+    if len(groups) > 1 or groups[0].kind != "full":
+        from kvplan.sched.groups import describe
+
+        said.append(f"KV groups: {describe(groups)}")
+    if any(group.kind == "state" for group in groups) and plan.engine.version < (0, 32):
+        said.append(
+            "states are cached at block boundaries as in vLLM 0.32; earlier releases differ in detail"
+        )
     if load.is_default:
         said.append(
             f"no TRACE: constructed requests of {DEFAULT_INPUT_LEN} + {DEFAULT_OUTPUT_LEN} tokens"

@@ -5,6 +5,10 @@ functions that call each other stay in this one module, since numba's disk cache
 file. State is a handful of record arrays: a NamedTuple with many columns costs 8x (every array in it is
 copied at each call). Blocks are numbered 0..N-1; block 0 is the null block and never used [5.1]; row N of the
 block table is the sentinel of the free queue.
+
+Several KV groups (hybrid models [8]) share the pool: a slot's row of `table` holds their block tables one
+after the other, all of the same length; 0 stands for a block that is no longer, or never was, needed. Group g
+finds its contents in `first_block` at the key plus its own offset, so a block knows its group by its key.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ SLOT = np.dtype(
         ("tokens", np.int32),  # scheduled in this step
         ("grown", np.int32),  # blocks added in this step
         ("flight", np.int32),  # outputs sampled on the device, not yet delivered (async)
+        ("passed", np.int32),  # leading blocks whose states were given back
+        ("pending", np.int32),  # tokens in batches not yet delivered (async with windows)
         ("last_token_s", np.float64),
     ],
     align=True,
@@ -66,6 +72,20 @@ REQUEST = np.dtype(
         ("flight", np.int32),
         ("status", np.int32),
         ("impatience", np.int32),  # the status when patience ends: CANCELLED or TIMED_OUT
+        ("junction", np.int32),  # tokens that one kind of group had cached at the last try, but not all [8.7]
+        ("stuck", np.int32),  # outputs + 1 when it last ran out of blocks while alone
+    ],
+    align=True,
+)
+GROUP = np.dtype(
+    [
+        ("kind", np.int32),  # FULL, WINDOW, CHUNK, STATE or FIXED
+        ("span", np.int32),  # window or chunk in tokens; 2 of a STATE
+        ("cap", np.int32),  # most blocks asked for at admission [8.4]
+        ("keep", np.int32),  # blocks cached before each boundary [8.7]; -1 = all
+        ("lookup", np.int32),  # groups of equal kind and size are looked up together, in this order
+        ("first", np.int32),  # first block of the hit of the latest lookup
+        ("offset", np.int64),  # of its keys in `first_block`
     ],
     align=True,
 )
@@ -85,6 +105,11 @@ COUNT = np.dtype([(n, np.int64) for n in _COUNTS.split()] + [(n, np.float64) for
 # Constants are numpy integers: numba compiles a function anew for each literal argument it is called with.
 # Request status.
 PENDING, WAITING, ACTIVE, DONE, TOO_LONG, NO_ROOM, CANCELLED, TIMED_OUT, EMPTY = np.arange(9, dtype=np.int32)
+
+# Kinds of groups: layers that keep every token, the last `span`, the chunk of `span` that is being written;
+# one running state, with copies of it cached at block boundaries (a window of 2 tokens), or in one block for
+# good [8.5].
+FULL, WINDOW, CHUNK, STATE, FIXED = np.arange(5, dtype=np.int32)
 
 # Rows of `lists`. A batch in flight has four rows; two batches can be in flight.
 RUNNING, SPARE, NEW, RESUMED, PREEMPTED, FINISHED, FIRST, SKIPPED, BATCH = np.arange(9)
@@ -163,6 +188,8 @@ class Rules(NamedTuple):
     asynchronous: bool
     max_concurrency: int  # closed loop; 0 = open
     record: bool
+    hybrid: bool = False  # anything but one group of full attention
+    states: bool = False  # a group is of kind STATE
 
 
 class Clock(NamedTuple):
@@ -193,15 +220,17 @@ class State(NamedTuple):
     slot: Any  # SLOT[max_num_seqs]
     request: Any  # REQUEST[n]
     count: Any  # COUNT[1]
-    table: Any  # int32[max_num_seqs, blocks of the longest request]
+    table: Any  # int32[max_num_seqs, groups * blocks of the longest request]
     lists: Any  # int32[N_LISTS, max_num_seqs + 1]; the last column of a batch holds its size
     waiting: Any  # int32[n]: FCFS queue between head and tail, or a heap by rank
     keys: Any  # int32: stored keys of all requests
-    first_block: Any  # int32[keys]: oldest block with that content, -1 = none
+    first_block: Any  # int32[groups * keys]: oldest block with that content, -1 = none
     itl: Any  # int64[ITL_BUCKETS]
     rows: Any  # float64[capacity, STEP_COLUMNS]
     decisions: Any  # int64[capacity, scalars + lists]
     items: Any  # int32: the lists of the decisions
+    group: Any  # GROUP[groups]
+    stamp: Any  # int64[num_blocks] with states, else [1]: step + 1 in which a state was cached
 
 
 # ---------------------------------------------------------------------------------------------- block pool
@@ -284,12 +313,16 @@ def touch(block, c, b):
 
 
 @compiled
-def release(block, c, table, slot, unhashed_to_front):
-    """Free a slot's blocks, tail first: unhashed ones to the front, hashed ones to the end [6.2]."""
+def drop(block, c, table, low, high, unhashed_to_front):
+    """Free high-1..low: unhashed to the front, hashed to the end [6.2]. Returns their number."""
     sentinel = np.int32(block.shape[0] - 1)
     front = sentinel
-    for k in range(slot.held - 1, -1, -1):
+    dropped = np.int64(0)
+    for k in range(high - 1, low - 1, -1):
         b = table[k]
+        if b == 0:
+            continue
+        dropped += 1
         block[b].ref -= 1
         if block[b].ref == 1:
             c.shared -= 1
@@ -303,8 +336,20 @@ def release(block, c, table, slot, unhashed_to_front):
             else:
                 link_after(block, front, b)
                 front = b
-    c.table_blocks -= slot.held
-    c.live_tokens -= slot.computed
+    c.table_blocks -= dropped
+    return dropped
+
+
+@compiled
+def release(block, c, table, R, slot, group):
+    """Free a slot's blocks, group by group, tail first."""
+    width = table.shape[0] // group.shape[0]
+    for g in range(group.shape[0]):
+        dropped = drop(block, c, table, g * width, g * width + slot.held, R.unhashed_to_front)
+        if group[g].kind >= STATE:
+            c.live_tokens -= dropped * R.block_size
+        else:  # but for what a window had given back before
+            c.live_tokens -= slot.computed - (slot.held - dropped) * R.block_size
     slot.held = 0
 
 
@@ -372,6 +417,291 @@ def idle_among(row, keys, first_block, block, hits):
         if block[first_block[key_of(row, keys, k)]].ref == 0:
             idle += 1
     return idle
+
+
+# ------------------------------------------------------------------------------------------ several groups
+
+
+@compiled
+def skipped_blocks(kind, size, tokens, block_size):
+    """Leading blocks of a group that no query after the first `tokens` tokens reads [8.4]."""
+    if kind in (WINDOW, STATE):
+        return max(tokens - size + 1, 0) // block_size
+    if kind == CHUNK:
+        return tokens // size * size // block_size
+    return tokens * 0
+
+
+@compiled
+def drop_skipped(block, table, R, c, slot, group):
+    """Give back the blocks that no later query reads, as far as the outputs have come back [8.4]."""
+    width = table.shape[0] // group.shape[0]
+    delivered = slot.computed - slot.pending
+    for g in range(group.shape[0]):
+        at = g * width
+        high = at + min(skipped_blocks(group[g].kind, group[g].span, delivered, R.block_size), slot.held)
+        low = high
+        if group[g].kind == STATE:  # among blocks that were never taken
+            low = min(high, at + slot.passed)
+        else:
+            while low > at and table[low - 1] != 0:
+                low -= 1
+        if low < high:
+            dropped = drop(block, c, table, low, high, R.unhashed_to_front)
+            c.live_tokens -= dropped * R.block_size
+            table[low:high] = 0
+    if R.states:
+        slot.passed = max(slot.passed, min(skipped_blocks(STATE, 2, delivered, R.block_size), slot.held))
+
+
+@compiled
+def remember_groups(block, first_block, keys, row, table, R, slot, full, group, stamp, now):
+    """`remember_full` for all groups; windows keep what a replay or a shared prefix asks for [8.7]."""
+    width = table.shape[0] // group.shape[0]
+    replay = (row.prompt - 1) // R.block_size
+    junction = row.junction // R.block_size
+    for g in range(group.shape[0]):
+        at = g * width
+        keep = group[g].keep
+        offset = group[g].offset
+        for k in range(slot.cached, full):
+            if keep < 0 or 0 < replay - k <= keep or 0 < junction - k <= keep:
+                b = table[at + k]
+                if b != 0:
+                    remember(block, first_block, b, np.int32(offset + key_of(row, keys, k)))
+                    if group[g].kind == STATE:
+                        stamp[b] = now
+    slot.cached = max(slot.cached, full)
+
+
+@compiled
+def set_event_groups(R, slot, group):
+    """As `set_event`, and not later than the next block that leaves a window."""
+    set_event(R, slot)
+    delivered = slot.computed - slot.pending
+    for g in range(group.shape[0]):
+        size = group[g].span
+        if group[g].kind in (WINDOW, STATE):
+            gone = skipped_blocks(group[g].kind, size, delivered, R.block_size)
+            slot.event = min(slot.event, (gone + 1) * R.block_size + size - 1)
+        elif group[g].kind == CHUNK:
+            slot.event = min(slot.event, (delivered // size + 1) * size)
+
+
+@compiled
+def new_in_group(kind, held, blocks):
+    """How many of the entries held..blocks-1 of a table get a block: of states only the last [8.5]."""
+    if kind == FIXED:
+        return np.int64(held == 0 and blocks > 0)
+    if kind == STATE:
+        return np.int64(blocks > held)
+    return np.int64(max(blocks - held, 0))
+
+
+@compiled
+def new_blocks(group, held, blocks):
+    """`new_in_group` of all groups."""
+    need = np.int64(0)
+    for g in range(group.shape[0]):
+        need += new_in_group(group[g].kind, held, blocks)
+    return need
+
+
+@compiled
+def lengthen(block, first_block, c, table, R, group, held, blocks):
+    """Take entries held..blocks-1 of every group's table, group by group."""
+    width = table.shape[0] // group.shape[0]
+    for g in range(group.shape[0]):
+        kind = group[g].kind
+        at = g * width
+        new = new_in_group(kind, held, blocks)
+        first = at if kind == FIXED and new > 0 else at + blocks - new
+        if kind >= STATE:
+            table[at + held : at + blocks] = 0
+            c.live_tokens += new * R.block_size
+        for k in range(first, first + new):
+            table[k] = take(block, first_block, c)
+        c.table_blocks += new
+
+
+@compiled
+def grow_groups(block, first_block, keys, row, table, R, c, slot, n, group, stamp):
+    """`grow` for all groups: what left the windows is given back first, also when it is not enough [8.1]."""
+    drop_skipped(block, table, R, c, slot, group)
+    total = slot.computed + n
+    blocks = (total + R.block_size - 1) // R.block_size
+    if new_blocks(group, slot.held, blocks) > c.free:
+        return False
+    if blocks > slot.held:
+        lengthen(block, first_block, c, table, R, group, slot.held, blocks)
+        slot.grown += blocks - slot.held
+        slot.held = blocks
+    if R.prefix_caching:
+        full = min(total, slot.length) // R.block_size
+        remember_groups(block, first_block, keys, row, table, R, slot, full, group, stamp, c.steps + 1)
+    set_event_groups(R, slot, group)
+    return True
+
+
+@compiled
+def has_content(row, keys, first_block, group, lookup, k):
+    """Whether all groups that are looked up together hold the request's block k."""
+    key = key_of(row, keys, k)
+    for g in range(group.shape[0]):
+        if group[g].lookup == lookup and first_block[group[g].offset + key] < 0:
+            return False
+    return True
+
+
+@compiled
+def lookup_kind(row, keys, first_block, group, lookup, bound, block_size):
+    """Blocks of the longest hit of at most `bound` tokens in the groups of one kind [5.6, 8.6]."""
+    at = 0
+    while group[at].lookup != lookup:
+        at += 1
+    kind = group[at].kind
+    size = group[at].span
+    limit = np.int64(bound // block_size)
+    if kind in (WINDOW, STATE):  # right to left to a whole window; a shorter run counts from block 0 on
+        enough = (size - 1 + block_size - 1) // block_size
+        end = first = limit
+        while first > 0 and end - first < enough:
+            first -= 1
+            if not has_content(row, keys, first_block, group, lookup, first):
+                end = first
+    else:  # left to right; blocks before the chunk count as present
+        end = first = np.int64(skipped_blocks(kind, size, bound, block_size))
+        while end < limit and has_content(row, keys, first_block, group, lookup, end):
+            end += 1
+    for g in range(group.shape[0]):
+        if group[g].lookup == lookup:
+            group[g].first = first
+    return end
+
+
+@compiled
+def lookup_groups(row, keys, first_block, group, R, num_tokens):
+    """Leading blocks found in every group; notes where some kind had more [8.6, 8.7]."""
+    kinds = 0
+    for g in range(group.shape[0]):
+        kinds = max(kinds, group[g].lookup + 1)
+        group[g].first = 0
+    row.junction = 0
+    if not R.prefix_caching:
+        return np.int64(0)
+    beside_full = False  # full attention and one other kind: one pass is stable
+    for g in range(group.shape[0]):
+        beside_full = beside_full or group[g].kind == FULL
+    bound = np.int64(num_tokens - 1)
+    longest = np.int64(0)
+    while True:
+        before = bound
+        for lookup in range(kinds):
+            bound = R.block_size * lookup_kind(row, keys, first_block, group, lookup, bound, R.block_size)
+            longest = max(longest, bound)
+        if kinds == 1 or (kinds == 2 and beside_full) or bound == before:
+            break
+    hits = bound // R.block_size
+    if longest > bound:
+        row.junction = longest
+    for g in range(group.shape[0]):  # what the next query does not read is not touched
+        skipped = skipped_blocks(group[g].kind, group[g].span, bound, R.block_size)
+        group[g].first = min(max(group[g].first, skipped), hits)
+    return hits
+
+
+@compiled
+def idle_in_groups(row, keys, first_block, block, group, hits):
+    """`idle_among` over all groups."""
+    idle = np.int64(0)
+    for g in range(group.shape[0]):
+        for k in range(group[g].first, hits):
+            if block[first_block[group[g].offset + key_of(row, keys, k)]].ref == 0:
+                idle += 1
+    return idle
+
+
+@compiled
+def whole_blocks(group, whole, hits):
+    """New blocks of a whole sequence as admission counts them: of windows no more than their cap [8.4]."""
+    need = np.int64(0)
+    for g in range(group.shape[0]):
+        need += new_in_group(group[g].kind, hits, min(whole, group[g].cap))
+    return need
+
+
+@compiled
+def admit_groups(block, first_block, keys, row, table, R, c, hits, blocks, group):
+    """Hit blocks of every group first, then new ones, group by group."""
+    width = table.shape[0] // group.shape[0]
+    entries = np.int64(0)
+    for g in range(group.shape[0]):
+        at = g * width
+        first = group[g].first
+        table[at : at + first] = 0
+        for k in range(first, hits):
+            b = first_block[group[g].offset + key_of(row, keys, k)]
+            touch(block, c, b)
+            table[at + k] = b
+        entries += hits - first
+    c.table_blocks += entries
+    c.live_tokens += entries * R.block_size
+    lengthen(block, first_block, c, table, R, group, hits, blocks)
+
+
+@compiled
+def is_new_state(row, keys, first_block, group, stamp, hits, now):
+    """Whether the hit ends in a state that another request computes in this very step [5.4]."""
+    if hits == 0:
+        return False
+    key = key_of(row, keys, hits - 1)
+    for g in range(group.shape[0]):
+        if group[g].kind == STATE and stamp[first_block[group[g].offset + key]] == now:
+            return True
+    return False
+
+
+@compiled
+def cut(row, R, length, first, n):
+    """With states in layers, a prefill chunk ends where one can be cached, or at the prompt's end [8.5]."""
+    if first >= max(row.prompt, length - 1):
+        return n  # decode
+    end = first + n
+    last = (length - 1) // R.block_size * R.block_size
+    if end < last:
+        end = end // R.block_size * R.block_size
+    junction = row.junction // R.block_size * R.block_size
+    if first < junction and junction < end:
+        return junction - first
+    if first < last and last < end:
+        return last - first
+    return max(end - first, 0)
+
+
+@compiled
+def token_groups(group):
+    """Groups that write a position for each token; states do not."""
+    groups = 0
+    for g in range(group.shape[0]):
+        groups += group[g].kind < STATE
+    return groups
+
+
+@compiled
+def never_fits(row, R, group):
+    """Whether the pool cannot hold the request even alone: rejected, where the engine would hang."""
+    usable = R.num_blocks - 1
+    end = (max(row.stop - 1, row.reserve) + R.block_size - 1) // R.block_size
+    if not R.hybrid:
+        return end > usable
+    prompt = (row.prompt + R.block_size - 1) // R.block_size
+    held = np.int64(0)
+    for g in range(group.shape[0]):
+        if group[g].kind == FIXED:
+            held += 1
+        else:
+            held += end - skipped_blocks(group[g].kind, group[g].span, np.int64(row.stop - 2), R.block_size)
+    return held > usable or (R.reserve_full_isl and whole_blocks(group, prompt, 0) > usable)
 
 
 # ------------------------------------------------------------------------------------------- waiting queue
@@ -518,7 +848,7 @@ def preempt(S, R, v):
     for i in range(v, c.running - 1):
         S.lists[RUNNING, i] = S.lists[RUNNING, i + 1]
     c.running -= 1
-    release(S.block, c, S.table[s], slot, R.unhashed_to_front)
+    release(S.block, c, S.table[s], R, slot, S.group)
     row.outputs = slot.length - slot.prompt
     row.lost = slot.computed
     row.flight = slot.flight
@@ -529,6 +859,21 @@ def preempt(S, R, v):
     c.preempted += 1
     requeue(S, R, r)
     vacate(S, s)
+
+
+@compiled
+def give_up_stuck(S, r):
+    """A request that ran out of blocks while alone; the second time without a token more, it is rejected.
+
+    With one full group this cannot happen (see `never_fits`); how much windows hold depends on the chunks.
+    """
+    c = S.count[0]
+    row = S.request[r]
+    if row.stuck == row.outputs + 1:
+        c.n_waiting -= 1
+        finish(c, row, NO_ROOM)
+        c.rejected += 1
+    row.stuck = row.outputs + 1
 
 
 @compiled
@@ -546,23 +891,34 @@ def admit(S, R, r, hits, blocks, n):
     slot.computed = hits * R.block_size
     slot.cached = hits
     slot.flight = 0
+    slot.pending = 0
+    slot.passed = 0
     slot.grown = blocks
     slot.last_token_s = row.last_token_s
     block, first_block, keys, table = S.block, S.first_block, S.keys, S.table[s]
-    for k in range(hits):
-        b = first_block[key_of(row, keys, k)]
-        touch(block, c, b)
-        table[k] = b
-    for k in range(hits, blocks):
-        table[k] = take(block, first_block, c)
     slot.held = blocks
-    c.table_blocks += blocks
-    c.live_tokens += slot.computed
-    if R.prefix_caching:
-        full = min(slot.computed + n, slot.length) // R.block_size
-        remember_full(block, first_block, keys, row, table, R, slot, full)
+    if R.hybrid:
+        group = S.group
+        admit_groups(block, first_block, keys, row, table, R, c, hits, blocks, group)
+        if R.prefix_caching:
+            full = min(slot.computed + n, slot.length) // R.block_size
+            now = c.steps + 1
+            remember_groups(block, first_block, keys, row, table, R, slot, full, group, S.stamp, now)
+        set_event_groups(R, slot, group)
     else:
-        set_event(R, slot)
+        for k in range(hits):
+            b = first_block[key_of(row, keys, k)]
+            touch(block, c, b)
+            table[k] = b
+        for k in range(hits, blocks):
+            table[k] = take(block, first_block, c)
+        c.table_blocks += blocks
+        c.live_tokens += slot.computed
+        if R.prefix_caching:
+            full = min(slot.computed + n, slot.length) // R.block_size
+            remember_full(block, first_block, keys, row, table, R, slot, full)
+        else:
+            set_event(R, slot)
     S.lists[RUNNING, c.running] = s
     c.running += 1
     row.status = ACTIVE
@@ -598,7 +954,7 @@ def schedule(S, R, batch):
     members = S.lists[BATCH + 4 * batch + B_SLOT]
     running = S.lists[RUNNING]
     slots, requests, table = S.slot, S.request, S.table
-    block, first_block, keys = S.block, S.first_block, S.keys
+    block, first_block, keys, group, stamp = S.block, S.first_block, S.keys, S.group, S.stamp
     size = 0
 
     # Running requests first, in the order of their admission [2.2].
@@ -613,12 +969,17 @@ def schedule(S, R, batch):
         if cap > 0:
             n = min(n, cap)
         n = min(n, budget, R.max_model_len - slot.computed - 1)
+        if R.states:
+            n = cut(requests[slot.request], R, slot.length, slot.computed, n)
         if n <= 0:
             continue
         fits = True
         if slot.computed + n >= slot.event:
             row = requests[slot.request]
-            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
+            if R.hybrid:
+                fits = grow_groups(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
+            else:
+                fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
         while not fits:
             v = victim_index(S, R)
             w = running[v]
@@ -634,11 +995,17 @@ def schedule(S, R, batch):
                 size -= 1
             if was_scheduled or (R.shift_by_position and v < i - 1):
                 i -= 1
+            alone = c.running == 1
             preempt(S, R, v)
             if w == s:
+                if alone:
+                    give_up_stuck(S, S.lists[PREEMPTED, c.preempted - 1])
                 break
             row = requests[slot.request]
-            fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
+            if R.hybrid:
+                fits = grow_groups(block, first_block, keys, row, table[s], R, c, slot, n, group, stamp)
+            else:
+                fits = grow(block, first_block, keys, row, table[s], R, c, slot, n)
         if not fits:
             break
         slot.tokens = n
@@ -659,23 +1026,37 @@ def schedule(S, R, batch):
             num_tokens = row.prompt + row.outputs
             # One token is always computed anew, so that a full hit leaves its last block out [5.6].
             full = (num_tokens - 1) // R.block_size if R.prefix_caching else 0
-            hits = lookup(row, keys, first_block, full)
+            if R.hybrid:
+                hits = lookup_groups(row, keys, first_block, group, R, num_tokens)
+            else:
+                hits = lookup(row, keys, first_block, full)
             n = num_tokens - hits * R.block_size
             if cap > 0:
                 n = min(n, cap)
             if n > budget and not R.chunked_prefill:
                 break
             n = min(n, budget)
-            spare = c.free - idle_among(row, keys, first_block, block, hits)
+            if R.states:
+                n = cut(row, R, num_tokens, hits * R.block_size, n)
+                if n <= 0 or is_new_state(row, keys, first_block, group, stamp, hits, c.steps + 1):
+                    break
+            spare = c.free
+            if R.hybrid:
+                spare -= idle_in_groups(row, keys, first_block, block, group, hits)
+            else:
+                spare -= idle_among(row, keys, first_block, block, hits)
             if c.running > 0:
                 spare -= R.watermark_blocks
             if R.reserve_full_isl:  # the whole sequence must fit now, though it is not all allocated [3.1]
                 whole = (min(num_tokens, R.max_model_len) + R.block_size - 1) // R.block_size
-                if whole - hits > spare:
+                if R.hybrid:
+                    if whole_blocks(group, whole, hits) > spare:
+                        break
+                elif whole - hits > spare:
                     break
             ask = max(min(hits * R.block_size + n, R.max_model_len), row.reserve)
             blocks = (ask + R.block_size - 1) // R.block_size
-            if blocks - hits > spare:
+            if (new_blocks(group, hits, blocks) if R.hybrid else blocks - hits) > spare:
                 break
             dequeue(S, R, p)
             p += 1
@@ -733,8 +1114,11 @@ def close_batch(S, R, batch, size):
     c.pairs = pairs
     c.context = context
     c.prefill = prefill
-    c.live_tokens += total
+    c.live_tokens += total * token_groups(S.group)
     c.scheduled += total
+    if R.hybrid and R.asynchronous:
+        for j in range(size):
+            slots[members[j]].pending += tokens[j]
 
 
 @compiled
@@ -792,6 +1176,11 @@ def deliver(S, R, batch):
     now = c.now
     last_delivery = c.last_delivery
     cache_now = R.asynchronous and R.prefix_caching
+    if R.hybrid and R.asynchronous:
+        tokens = S.lists[at + B_TOKENS]
+        for j in range(members[R.max_num_seqs]):
+            if slots[members[j]].request == requests[j]:
+                slots[members[j]].pending -= tokens[j]
     steady = np.int64(0)  # rows whose last token came with the last delivery share one gap
     for j in range(members[R.max_num_seqs]):
         if samples[j] == 0:
@@ -815,11 +1204,16 @@ def deliver(S, R, batch):
         slot.last_token_s = now
         if cache_now:  # before the end of the request is looked at [1.3]
             full = (slot.computed - slot.flight) // R.block_size
-            if full > slot.cached:
+            if full > slot.cached and R.hybrid:  # the event stays: blocks may be about to leave a window
+                row = S.request[r]
+                block, first_block, keys, table = S.block, S.first_block, S.keys, S.table[s]
+                never = np.int64(0)  # what was cached before a step may be read in it
+                remember_groups(block, first_block, keys, row, table, R, slot, full, S.group, S.stamp, never)
+            elif full > slot.cached:
                 remember_full(S.block, S.first_block, S.keys, S.request[r], S.table[s], R, slot, full)
         if slot.length >= slot.stop:
             S.request[r].outputs = slot.length - slot.prompt
-            release(S.block, c, S.table[s], slot, R.unhashed_to_front)
+            release(S.block, c, S.table[s], R, slot, S.group)
             vacate(S, s)
             S.lists[FINISHED, c.finished] = r
             c.finished += 1
@@ -867,7 +1261,7 @@ def arrive(S, R):
         elif row.prompt >= R.max_model_len:  # [3.5]
             finish(c, row, TOO_LONG)
             c.rejected += 1
-        elif (max(row.stop - 1, row.reserve) + R.block_size - 1) // R.block_size > R.num_blocks - 1:
+        elif never_fits(row, R, S.group):
             finish(c, row, NO_ROOM)
             c.rejected += 1
         else:
@@ -888,7 +1282,7 @@ def expire(S, R):
         if row.arrived_s + row.patience_s <= c.now:
             slot = S.slot[s]
             row.outputs = slot.length - row.prompt
-            release(S.block, c, S.table[s], slot, R.unhashed_to_front)
+            release(S.block, c, S.table[s], R, slot, S.group)
             vacate(S, s)
             finish(c, row, row.impatience)
             c.expired += 1
@@ -979,8 +1373,11 @@ def put_table(S, request):
         s = S.lists[RUNNING, i]
         if S.slot[s].request == request:
             held = S.slot[s].held
-            for k in range(held - S.slot[s].grown, held):
-                put(S, S.table[s, k])
+            width = S.table.shape[1] // S.group.shape[0]
+            for g in range(S.group.shape[0]):
+                end = min(held, 1) if S.group[g].kind == FIXED else held
+                for k in range(held - S.slot[s].grown, end):
+                    put(S, S.table[s, g * width + k])
             S.slot[s].grown = 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 from kvplan.errors import InputError
 from kvplan.sched import core
 from kvplan.sched.core import Clock, Rules, State
+from kvplan.sched.groups import FULL_ONLY, Group, group_rows, is_hybrid
 from kvplan.sched.keys import Keys, make_keys
 from kvplan.trace.schema import Trace
 
 STEPS_PER_CALL = 4096
 MAX_TIMELINE_ROWS = 200_000
 """A longer run keeps every 2nd, 4th, ... step row; means and peaks are exact all the same."""
+MAX_KEYS = np.iinfo(np.int32).max
 KEPT_PAUSE_S = 1.0
 """A pause of the server as long as this stays in the timeline of a longer run too."""
 
@@ -34,6 +36,7 @@ class Run:
     itl: Any  # int64[ITL_BUCKETS]: gaps between tokens, bucket k holds [1e-6 * 1.01^k, 1e-6 * 1.01^(k+1))
     decisions: Any  # int64[steps, ...] when recorded, else no rows
     items: Any  # int32: the lists of `decisions`
+    groups: Any  # GROUP record array
     wall_s: float
     interrupted: bool = False
 
@@ -85,9 +88,17 @@ def stop_lengths(trace: Trace, max_model_len: int) -> Any:
     return np.minimum(trace.input_tokens + np.maximum(trace.output_tokens, 1), max_model_len)
 
 
-def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
-    """Fresh arrays for one run (the keys are shared)."""
+def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any, groups: Any) -> State:
+    """Fresh arrays for one run (the keys are shared). ``groups`` is a GROUP record array, a row a group."""
     n = len(trace)
+    distinct = max(keys.distinct, 1)
+    if len(groups) * distinct > MAX_KEYS:
+        raise InputError(
+            f"{distinct:,} different blocks in {len(groups)} KV groups are more than a run can number; "
+            "use a larger block size or a shorter trace."
+        )
+    groups = groups.copy()
+    groups.offset = np.arange(len(groups)) * distinct
     stop = stop_lengths(trace, rules.max_model_len)
     requests = np.zeros(n, core.REQUEST).view(np.recarray)
     requests.arrival_s = trace.arrival_s
@@ -128,7 +139,10 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
     c.next_expiry = np.inf
     c.last_delivery = -1.0
     longest = int(max(stop.max() if n else 1, reserve.max() if n else 1))
-    width = min(-(-longest // rules.block_size) + 1, rules.num_blocks)
+    width = -(-longest // rules.block_size) + 1
+    if not rules.hybrid:  # a table that keeps every block is not longer than the pool
+        width = min(width, rules.num_blocks)
+    width *= len(groups)
     capacity = STEPS_PER_CALL
     worst = 8 * rules.max_num_seqs + 32 + rules.max_num_seqs * width
     return State(
@@ -140,13 +154,15 @@ def build_state(trace: Trace, rules: Rules, keys: Keys, reserve: Any) -> State:
         lists=lists,
         waiting=np.zeros(n + 1, np.int32),
         keys=keys.stored,
-        first_block=np.full(max(keys.distinct, 1), -1, np.int32),
+        first_block=np.full(len(groups) * distinct, -1, np.int32),
         itl=np.zeros(core.ITL_BUCKETS, np.int64),
         rows=np.zeros((capacity, len(core.STEP_COLUMNS))),
         decisions=np.zeros(
             (capacity if rules.record else 1, int(core.N_SCALARS) + len(core.DECISION_LISTS)), np.int64
         ),
         items=np.zeros(2 * worst + 65536 if rules.record else 1, np.int32),
+        group=groups,
+        stamp=np.zeros(rules.num_blocks if rules.states else 1, np.int64),
     )
 
 
@@ -157,11 +173,16 @@ def simulate(
     *,
     keys: Keys | None = None,
     reserve: Any = None,
+    groups: Sequence[Group] = FULL_ONLY,
+    in_flight_tokens: int | None = None,
+    dense_retention: bool = False,
     progress: Callable[[Any], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Run:
     """Replay a trace. ``progress`` is called with the counters about every 4,096 steps.
 
+    ``groups``, ``in_flight_tokens`` (by default as the rules' loop has it) and ``dense_retention``: see
+    `kvplan.sched.groups.group_rows`.
     ``stop`` is asked as often: when it says True the run ends with what there is (``interrupted``).
     """
     from time import perf_counter
@@ -175,7 +196,16 @@ def simulate(
         keys = keys_for(trace, rules)
     if reserve is None:
         reserve = np.zeros(len(trace), np.int64)
-    state = build_state(trace, rules, keys, reserve)
+    if in_flight_tokens is None:
+        in_flight_tokens = rules.max_num_batched_tokens * (2 if rules.asynchronous else 1)
+    cached_states = rules.prefix_caching and any(group.kind == "state" for group in groups)
+    rules = rules._replace(hybrid=is_hybrid(groups), states=cached_states)
+    if cached_states:
+        _check_chunks(rules)
+    rows_of_groups = group_rows(
+        groups, rules.block_size, rules.max_model_len, in_flight_tokens, dense_retention, rules.prefix_caching
+    )
+    state = build_state(trace, rules, keys, reserve, rows_of_groups)
     if len(trace) and clock.fixed_step_s == 0:
         state.count[0].now = trace.arrival_s[0]  # steps are counted from a whole second, time is not
     rows: list[Any] = []
@@ -222,9 +252,22 @@ def simulate(
         itl=state.itl,
         decisions=np.concatenate(decisions) if decisions else state.decisions[:0],
         items=np.concatenate(items) if items else state.items[:0],
+        groups=state.group,
         wall_s=perf_counter() - began,
         interrupted=interrupted,
     )
+
+
+def _check_chunks(rules: Rules) -> None:
+    """Chunks end at block boundaries where states are cached: a smaller limit would never end a prompt."""
+    for flag, limit in (
+        ("--max-num-batched-tokens", rules.max_num_batched_tokens),
+        ("--long-prefill-token-threshold", rules.long_prefill_token_threshold or rules.block_size),
+    ):
+        if limit < rules.block_size:
+            raise InputError(
+                f"{flag} {limit} is below the block of {rules.block_size} tokens, whose end keeps states."
+            )
 
 
 _START, _END, _RUNNING, _WAITING, _USED, _CACHED, _TABLE, _LIVE = map(

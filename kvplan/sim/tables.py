@@ -8,6 +8,7 @@ import numpy as np
 
 from kvplan.results.metrics import RequestTimes, Slo, Status, position_utilization, summarize
 from kvplan.sched import core
+from kvplan.sched.groups import blocks_at_end
 from kvplan.sim.run import Run
 from kvplan.trace.schema import Trace
 
@@ -142,6 +143,8 @@ def _reason(run: Run, i: int) -> str:
     if row.status == core.TOO_LONG:
         return f"prompt of {row.prompt} tokens is not below max_model_len {rules.max_model_len}"
     need = -(-max(int(row.stop) - 1, int(row.reserve)) // rules.block_size)
+    if rules.hybrid:
+        need = blocks_at_end(run.groups, int(row.stop), rules.block_size)
     if need <= rules.num_blocks - 1:
         return f"never admitted: prompt of {row.prompt} tokens, {rules.max_num_batched_tokens} tokens a step"
     return f"needs {need} blocks of {rules.block_size} tokens, the pool has {rules.num_blocks - 1}"

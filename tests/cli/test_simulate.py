@@ -53,6 +53,7 @@ SUMMARY_KEYS = [
 ]
 
 DEMO = Path(__file__).parents[2] / "traces" / "demo.jsonl"
+RECORDS = record_names(*"abcdefgijk") if Path(shared_path()).exists() else []
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -72,9 +73,7 @@ def test_json_has_every_key_of_the_contract(capsys: pytest.CaptureFixture[str]) 
     assert runs[0]["prefix_hit_tokens"] > runs[1]["prefix_hit_tokens"] > 0, "smaller blocks share more"
 
 
-@pytest.mark.parametrize(
-    "name", record_names("a", "b", "c", "d", "e", "f", "g", "i", "k") if Path(shared_path()).exists() else []
-)
+@pytest.mark.parametrize("name", RECORDS)
 def test_records_through_the_command_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +94,8 @@ def test_records_through_the_command_line(
         f"--{'' if s['scheduler_reserve_full_isl'] else 'no-'}scheduler-reserve-full-isl",
         f"--{'' if s['enable_chunked_prefill'] else 'no-'}enable-chunked-prefill",
         "--enable-prefix-caching" if s["enable_prefix_caching"] else "--no-enable-prefix-caching",
+        "--kv-groups", s["arch"],
+        "--prefix-cache-retention-interval", str(s["prefix_cache_retention_interval"]).lower(),
     ]  # fmt: skip
 
     code, _, err = run(capsys, *words)
@@ -163,7 +164,9 @@ BAD = [
     (["--record-decisions"], "-o DIR"),
     ([str(DEMO), "--num-prompts", "5"], "use one"),
     (["--trace-format", "azure"], "needs a TRACE"),
-    (["--model", "google/gemma-3-27b-it"], "KV groups"),
+    (["--model", "google/gemma-4-31b-it"], "KV groups"),
+    (["--kv-groups", "swa:0:1"], "--kv-groups is swa:0:1"),
+    (["--kv-groups", "swa:64:2", "--allocation", "reserve-max"], "one KV group"),
     (["--num-speculative-tokens", "2"], "not simulated yet"),
     (["-dp", "2"], "not simulated yet"),
     (["--plot", "x.exe"], "--plot"),

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from kvplan.sched.core import Rules
+from kvplan.sched.groups import FULL_ONLY, Group
 from kvplan.sim.run import Run, simulate, steps_clock
 from kvplan.sim.tables import decision_columns
 from kvplan.trace.readers import read_trace
@@ -55,6 +56,16 @@ class Record:
             record=True,
         )
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """``arch`` is full, swa:WINDOW:GROUPS, chunk:SIZE:GROUPS, swaonly:WINDOW or mamba:GROUPS."""
+        arch, *numbers = self.meta["settings"].get("arch", "full").split(":")
+        if arch == "full":
+            return FULL_ONLY
+        kind = {"swa": "window", "swaonly": "window", "chunk": "chunk", "mamba": "state"}[arch]
+        size, *count = (int(number) for number in (["0"] if arch == "mamba" else []) + numbers)
+        return (Group(kind, size),) * (count or [1])[0] + (() if arch == "swaonly" else FULL_ONLY)
+
 
 def record_names(*sets: str) -> list[str]:
     """Names of the records whose set letter is among ``sets``."""
@@ -89,7 +100,9 @@ def replay(record: Record, folder: Path) -> tuple[Trace, Run]:
     size = record.meta["settings"].get("hash_id_block", 512)
     path = native_trace(shared_path("oracle", "traces", name), folder / name, size)
     trace = read_trace(str(path))
-    return trace, simulate(trace, record.rules, steps_clock())
+    dense = record.meta["settings"].get("prefix_cache_retention_interval", 0) is None
+    run = simulate(trace, record.rules, steps_clock(), groups=record.groups, dense_retention=dense)
+    return trace, run
 
 
 def differences(record: Record, run: Run) -> list[str]:

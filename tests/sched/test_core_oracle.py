@@ -15,7 +15,7 @@ from tests.conftest import SHARED
 from tests.sched.oracle import differences, load, record_names, replay
 
 SYNCHRONOUS = ("a", "b", "c", "d", "e", "f", "g", "h", "k")
-NAMES = record_names(*SYNCHRONOUS, "i") if SHARED.exists() else ["absent"]
+NAMES = record_names(*SYNCHRONOUS, "i", "j") if SHARED.exists() else ["absent"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,3 +35,9 @@ def test_all_25_full_attention_records_are_there() -> None:
     """24 synchronous, 1 asynchronous: the count that README states."""
     assert len(record_names(*SYNCHRONOUS)) == 24
     assert len(record_names("i")) == 1
+
+
+def test_all_11_records_of_hybrid_pools_are_there() -> None:
+    """Windows (dense, sparse, async), windows only, chunks, states (sparse, dense, without caching)."""
+    kinds = [load(name).meta["settings"]["arch"].split(":")[0] for name in record_names("j")]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"swa": 5, "swaonly": 1, "chunk": 2, "mamba": 3}

@@ -140,7 +140,9 @@ def make_requests(rows: list[dict[str, Any]], max_model_len: int) -> list[Reques
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), rules())
 def test_core_equals_reference(rows: list[dict[str, Any]], rules: Rules) -> None:
-    own = {k: v for k, v in rules._asdict().items() if k not in ("max_concurrency", "record")}
+    own = {
+        k: v for k, v in rules._asdict().items() if k not in ("max_concurrency", "record", "hybrid", "states")
+    }
     reference = Scheduler(Settings(**own), make_requests(rows, rules.max_model_len))
     expected = reference.steps()
 
