@@ -2,9 +2,9 @@
 
     python traces/make_demo.py > traces/demo.jsonl
 
-120 conversations of one to six turns arrive over about two minutes. Five system prompts are shared; each turn's
-prompt contains all earlier turns and answers, so prefixes are shared between turns. Nothing here was
-recorded anywhere.
+Conversations of one to six turns arrive over about two minutes. Five system prompts are shared; each turn's
+prompt contains all earlier turns and answers, so prefixes are shared between turns. Nothing here was recorded
+anywhere.
 """
 
 from __future__ import annotations
