@@ -292,7 +292,7 @@ def _run_all(
     from kvplan.sim.tables import inter_token_latencies, request_times, summary
 
     if not is_compiled(core.run):
-        render.note("compiling the scheduler, once for this machine (about 20 s)", quiet)
+        render.note("compiling the scheduler, once for this machine (about 30 s)", quiet)
     done = [0] * len(plans)
 
     def simulate(i: int, progress: render.Progress, stop: Callable[[], bool]) -> Case:
