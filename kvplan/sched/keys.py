@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvplan.sched.jit import compiled
+from kvplan.sched.jit import compiled, compiled_with_arrays
 from kvplan.trace.schema import NO_STREAM, Trace
 
 
@@ -39,7 +39,7 @@ def mix(h, x):
     return z ^ (z >> np.uint64(31))
 
 
-@compiled
+@compiled_with_arrays
 def users_per_stream(offsets, stream, output_stream, n_streams):
     """0, 1 or 2 (= several) requests that use each stream; a request counts once."""
     users = np.zeros(n_streams, np.int8)
@@ -57,7 +57,7 @@ def users_per_stream(offsets, stream, output_stream, n_streams):
     return users
 
 
-@compiled
+@compiled_with_arrays
 def shared_blocks(offsets, stream, length, output_stream, users, n_tokens, block_size):
     """Per request: full blocks before the first token of a stream of its own."""
     n = len(offsets) - 1
@@ -90,7 +90,7 @@ def intern(table_hash, table_id, h, next_id):
     return next_id
 
 
-@compiled
+@compiled_with_arrays
 def fill_keys(
     offsets, stream, start, length, output_stream, shared, n_keys, block_size, stored, key_offset, fresh
 ):
