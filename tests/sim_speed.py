@@ -83,7 +83,7 @@ def core() -> None:
     simulate(trace, T_10K, steps_clock())
     seconds, run = timed(lambda: simulate(trace, T_10K, steps_clock()))
     say("t_10k: keys and run", f"{seconds:.3f} s, {len(trace) / seconds:,.0f} requests/s")
-    say("t_10k: steps, most running", f"{int(run.count['step']):,}, {int(run.count['peak_running'])}")
+    say("t_10k: steps, most running", f"{int(run.count['steps']):,}, {int(run.count['peak_running'])}")
     requests = list(read_requests("t_10k.jsonl", 16))
     settings = reference.Settings(30_000, 16, 256, 8192, 131_072)
     slow_s, steps = timed(lambda: reference.simulate(settings, requests), 1)
