@@ -47,6 +47,14 @@ def reader(columns: Columns) -> Any:
             columns.add(place.line, arrival_s, prompt, answer)
             return
         session, turn, name = get("session_id"), get("turn"), get("id")
+        extras = {
+            column: check(place, key, row[key])
+            for key, (column, check) in EXTRAS.items()
+            if get(key) is not None
+        }
+        scope = [f"{key} {text(place, key, row[key])}" for key in SCOPES if get(key) is not None]
+        if scope:
+            extras["tenant"] = ", ".join([extras["tenant"], *scope] if "tenant" in extras else scope)
         columns.add(
             place.line,
             arrival_s,
@@ -55,11 +63,7 @@ def reader(columns: Columns) -> Any:
             request_id=None if name is None else text(place, "id", name),
             session=None if session is None else text(place, "session_id", session),
             turn=0 if turn is None else whole(place, "turn", turn),
-            **{
-                column: check(place, key, row[key])
-                for key, (column, check) in EXTRAS.items()
-                if get(key) is not None
-            },
+            **extras,
         )
         if get("provenance") == "constructed":
             columns.constructed = True
@@ -71,6 +75,9 @@ def reader(columns: Columns) -> Any:
 def _milliseconds(place: Place, name: str, value: Any) -> float:
     return seconds(place, name, value, 1e-3)
 
+
+SCOPES = ("adapter", "content_version")
+"""Content computed by another adapter or of another version is other content: a scope as a tenant is one."""
 
 # Our keys beyond Mooncake's: the column that each fills, and its check.
 EXTRAS: dict[str, tuple[str, Any]] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +88,18 @@ def test_the_same_tokens_after_another_start_are_other_content(tmp_path: Path) -
 
 def test_tenants_never_share(tmp_path: Path) -> None:
     rows = [{"input_length": 64, "segments": [[5, 0, 64]], "tenant": name} for name in ("a", "b")]
+    assert shared_blocks(trace_of(tmp_path, rows), 16) == 0
+
+
+@pytest.mark.parametrize("key_name", ["adapter", "content_version"])
+def test_a_key_that_lacks_any_part_never_hits(tmp_path: Path, key_name: str) -> None:
+    """Adapter and content version scope content as a tenant does; absent is another value."""
+    base = {"input_length": 64, "segments": [[5, 0, 64]], "tenant": "a"}
+    for one, other in (("x", "y"), ("x", None)):
+        rows = [base | {key_name: one}, base | {key_name: other}]
+        assert shared_blocks(trace_of(tmp_path, rows), 16) == 0
+    assert shared_blocks(trace_of(tmp_path, [base | {key_name: "x"}] * 2), 16) == 4
+    rows = [base | {key_name: "x"}, base | {key_name: "x", "tenant": "b"}]
     assert shared_blocks(trace_of(tmp_path, rows), 16) == 0
 
 
