@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,13 +53,7 @@ def calibrate_command(
     if plan.verdict.fits is False and target.settings.num_gpu_blocks_override is None:
         raise InputError(f"{target.model.name} does not start with these flags: {plan.verdict.reason}")
     engine = plan.engine
-    settings = replace(
-        engine.settings,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        kv_cache_dtype=engine.kv_cache_dtype,
-        dtype=engine.dtype,
-    )
+    settings = engine.filled
     runs = []
     for file in files:
         measured = read_measured(file)

@@ -330,7 +330,7 @@ def _run_all(
         near = result["queued_share"] > NEAR_SATURATION or result["saturated"]
         short = len(plans) == 1 and len(requests) <= MAX_BAND_REQUESTS and not run.interrupted
         if clock is ClockKind.MODELLED and near and short and result["completed"]:
-            share = envelope_for(target.model, target.gpu, _resolved_settings(plan), adjust).tpot_median
+            share = envelope_for(target.model, target.gpu, plan.engine.filled, adjust).tpot_median
 
             def ttft(factor: float) -> dict[str, float]:
                 end = sim.simulate(requests, rules, stretched(seconds, factor), **pool)
@@ -366,7 +366,7 @@ def _clock(target: Target, plan: PoolPlan, clock: ClockKind, adjust: Calibration
 
     if clock is ClockKind.STEPS:
         return steps_clock()
-    return clock_for(target.model, target.gpu, _resolved_settings(plan), adjust)
+    return clock_for(target.model, target.gpu, plan.engine.filled, adjust)
 
 
 def _calibration(path: Path | None, clock: ClockKind) -> tuple[Calibration | None, dict[str, Any]]:
@@ -378,20 +378,6 @@ def _calibration(path: Path | None, clock: ClockKind) -> tuple[Calibration | Non
     from kvplan.sim.calibrate import load
 
     return load(path)
-
-
-def _resolved_settings(plan: PoolPlan) -> Any:
-    """The settings with the numbers that the engine would run with."""
-    e = plan.engine
-    return replace(
-        e.settings,
-        max_num_batched_tokens=e.max_num_batched_tokens,
-        max_num_seqs=e.max_num_seqs,
-        max_model_len=e.max_model_len,
-        kv_cache_dtype=e.kv_cache_dtype,
-        dtype=e.dtype,
-        async_scheduling=e.async_scheduling,
-    )
 
 
 # ---------------------------------------------------------------------------------------------- the results
@@ -423,7 +409,7 @@ def _assumptions(
     if clock is ClockKind.MODELLED:
         from kvplan.sim.envelope import envelope_for
 
-        envelope = envelope_for(target.model, target.gpu, _resolved_settings(plan), adjust)
+        envelope = envelope_for(target.model, target.gpu, plan.engine.filled, adjust)
         said += [envelope.text, *envelope.warnings]
         for name, ours in (("model", target.model.name), ("gpu", target.gpu.name)):
             if fitted_on.get(name, ours) != ours:

@@ -126,6 +126,19 @@ class Resolved:
         return s.tensor_parallel_size * s.pipeline_parallel_size * s.data_parallel_size
 
     @property
+    def filled(self) -> EngineSettings:
+        """The settings with the numbers that the engine runs with in place of ``None`` and ``auto``."""
+        return replace(
+            self.settings,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            kv_cache_dtype=self.kv_cache_dtype,
+            dtype=self.dtype,
+            async_scheduling=self.async_scheduling,
+        )
+
+    @property
     def max_in_flight_tokens(self) -> int:
         """Tokens that may be scheduled before the oldest step returns (KV_SIZING_RULES 5).
 
